@@ -1,0 +1,61 @@
+"""Phase 1 of SWAP: all devices train one model with large batches, until its training accuracy passes τ.
+
+    torchrun --standalone --nproc-per-node 2 -m stages.phase1
+
+`python -m stages.phase1`, as DVC calls it, checks the params and starts the line above on all devices.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swap_pipeline.launch import collects, is_rank, job_of_rank, job_on_all_devices, run_one, run_stage
+from swap_pipeline.params import Params, read_params
+from swap_pipeline.scratch import JobFolder
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    params = read_params()
+    if is_rank():
+        folder = job_of_rank("phase1")
+        train_phase1(params, folder)
+    else:
+        folder = run_one(job_on_all_devices("phase1", batch_size=params.phase1.batch_size))
+    if collects():
+        folder.collect(checkpoints=Path("checkpoints/phase1"), record=Path("metrics/phase1.json"))
+
+
+def train_phase1(params: Params, folder: JobFolder) -> None:
+    """Algorithm 1, phase 1, as one of its ranks."""
+    from swap_pipeline.data import derive_seed
+    from swap_pipeline.schedules import warmup_then_decay
+    from swap_pipeline.training import Run
+    from swap_pipeline.training_job import run_training_job
+
+    phase = params.phase1
+    run_training_job(
+        Run(
+            name="phase1",
+            seed=derive_seed("phase1", phase.seed),
+            batch_size=phase.batch_size,
+            epochs=phase.max_epochs,
+            learning_rate=warmup_then_decay(
+                peak=phase.peak_lr, warmup_epochs=phase.warmup_epochs, epochs=phase.max_epochs
+            ),
+            stop_accuracy=phase.stop_accuracy,
+        ),
+        start=derive_seed("initial weights", phase.seed),
+        header={"phase": "phase1", "seed": phase.seed},
+        model=params.model,
+        augment=params.data.augment,
+        optimizer=params.optimizer,
+        compute=params.compute,
+        folder=folder,
+    )
+
+
+if __name__ == "__main__":
+    run_stage(main)

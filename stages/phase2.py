@@ -1,0 +1,71 @@
+"""Phase 2 of SWAP: a worker refines phase 1's model with small batches, in a data order of its own.
+
+    torchrun --standalone --nproc-per-node 1 -m stages.phase2 --seed 3
+
+`python -m stages.phase2 --seed 3`, as DVC calls it, starts the line above, and beside it every other seed of
+`workers.seeds` that DVC would have to train, in parallel over the devices; their turn then finds the work done.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swap_pipeline.launch import collects, is_rank, job_of_rank, pending_seeds, run_fan_out, run_stage, worker_job
+from swap_pipeline.params import Params, read_params
+from swap_pipeline.scratch import JobFolder
+
+
+@click.command(help=__doc__)
+@click.option("--seed", type=click.IntRange(min=0), required=True, help="which worker")
+def main(seed: int) -> None:
+    params = read_params()
+    if is_rank():
+        folder = job_of_rank("phase2", seed=seed)
+        train_worker(params, seed, folder)
+    else:
+        folder = run_fan_out(
+            seed,
+            others=lambda: pending_seeds("phase2", params.workers.seeds, asked=seed),
+            job=lambda seed: worker_job(
+                "phase2",
+                seed=seed,
+                processes=params.phase2.gpus_per_worker,
+                batch_size=params.phase2.batch_size,
+            ),
+        )
+    if collects():
+        folder.collect(
+            checkpoints=Path(f"checkpoints/phase2/seed_{seed}"), record=Path(f"metrics/phase2/seed_{seed}.json")
+        )
+
+
+def train_worker(params: Params, seed: int, folder: JobFolder) -> None:
+    """Algorithm 1, phase 2, for one w."""
+    from swap_pipeline.data import derive_seed
+    from swap_pipeline.schedules import warmup_then_decay
+    from swap_pipeline.training import Run
+    from swap_pipeline.training_job import run_training_job
+
+    phase = params.phase2
+    run_training_job(
+        Run(
+            name=f"phase2 seed {seed}",
+            seed=derive_seed("phase2", seed),
+            batch_size=phase.batch_size,
+            epochs=phase.epochs,
+            learning_rate=warmup_then_decay(peak=phase.peak_lr, warmup_epochs=phase.warmup_epochs, epochs=phase.epochs),
+        ),
+        start=Path("checkpoints/phase1/model.safetensors"),
+        header={"phase": "phase2", "seed": seed},
+        model=params.model,
+        augment=params.data.augment,
+        optimizer=params.optimizer,
+        compute=params.compute,
+        folder=folder,
+    )
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,72 @@
+"""Phase 3 of SWAP: the mean of the workers' weights, with batch-norm statistics of its own.
+
+    torchrun --standalone --nproc-per-node 2 -m stages.phase3
+
+`python -m stages.phase3`, as DVC calls it, checks the params and starts the line above on all devices.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from swap_pipeline.launch import collects, is_rank, job_of_rank, job_on_all_devices, run_one, run_stage
+from swap_pipeline.params import Params, read_params
+from swap_pipeline.scratch import JobFolder, remove_unlisted
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    params = read_params()
+    if is_rank():
+        folder = job_of_rank("phase3")
+        average_workers(params, folder)
+    else:
+        # DVC hashes the whole folder of workers: one that is no longer listed must not be in it.
+        for path in remove_unlisted(Path("checkpoints/phase2"), Path("metrics/phase2"), seeds=params.workers.seeds):
+            click.echo(f"removed {path}: its seed is not in workers.seeds (DVC's cache has it)")
+        folder = run_one(job_on_all_devices("phase3"))
+    if collects():
+        folder.collect(checkpoints=Path("checkpoints/phase3"), record=Path("metrics/phase3.json"))
+
+
+def average_workers(params: Params, folder: JobFolder) -> None:
+    """Algorithm 1, phase 3, as one of its ranks."""
+    from swap_pipeline.averaging import average_files
+    from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
+    from swap_pipeline.checkpoint import load_weights
+    from swap_pipeline.distributed import process_group
+    from swap_pipeline.training import evaluate, set_up, write_result
+    from swap_pipeline.training_job import open_data, prepare_network
+
+    phase, seeds = params.phase3, sorted(params.workers.seeds)
+    with process_group() as group, folder.writer(is_main=group.is_main):
+        meta, train_images, test_images = open_data(group)
+        network, header = prepare_network(params.model, meta, seed=0)
+        mean = folder.path / "mean.safetensors"
+        group.wait()
+        began = time.perf_counter()
+        if group.is_main:
+            average_files([Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in seeds], mean, {})
+        group.wait()
+        load_weights(network, mean)
+        set_up(network, params.compute, group)
+        augment = params.data.augment if phase.augment else None
+        batches = batches_of_rank(
+            train_images, batch_size=phase.batch_size, seed=phase.seed, augment=augment, group=group
+        )
+        layers = recompute_statistics(network, batches, variance=phase.variance, group=group)
+        seconds = time.perf_counter() - began
+        loss, accuracy = evaluate(network, test_images, batch_size=params.compute.eval_batch_size, group=group)
+        if group.is_main:
+            print(f"phase3: averaged {len(seeds)} models", end="; ")
+            print(f"statistics of {layers} batch-norm layers" if layers else "no batch-norm statistics to compute")
+            print(f"phase3: test {accuracy:.2f} %  loss {loss:.4f}  {seconds:.1f} s", flush=True)
+            record = {"test_accuracy": accuracy, "test_loss": loss, "seconds": seconds, "devices": group.describe()}
+            write_result(folder, network, {**header, "phase": "phase3", "seeds": seeds}, record)
+
+
+if __name__ == "__main__":
+    run_stage(main)

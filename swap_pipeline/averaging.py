@@ -1,0 +1,74 @@
+"""Phase 3's mean of W weight files, one tensor in memory at a time. Knows nothing of networks.
+
+    θ̂ = (1/W) Σ θ_w    (Algorithm 1, last lines)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swap_pipeline.checkpoint import TensorFile, file_order, write_tensor_stream
+from swap_pipeline.errors import SwapError
+
+# Up to this many elements a sum is kept in float64; above it float32 is exact enough and half the memory.
+_SMALL = 1 << 20
+
+
+def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any]) -> None:
+    """Write the element-wise mean of `paths` to `out`.
+
+    Floating-point tensors are averaged and keep their type. Integer tensors (batch norm's step counters) have no
+    meaningful mean: the first file's value stands. Whether batch-norm statistics in the result make sense is the
+    caller's business; SWAP recomputes them.
+    """
+    assert paths
+    files = [TensorFile(path) for path in paths]
+    _check_alike(files)
+    layout = files[0].layout
+
+    def means() -> Iterator[tuple[str, torch.Tensor]]:
+        for key in file_order(layout):
+            yield key, _mean(files, key)
+
+    write_tensor_stream(out, layout, means(), info)
+
+
+def _mean(files: Sequence[TensorFile], key: str) -> torch.Tensor:
+    first = files[0].read(key)
+    if not first.is_floating_point():
+        return first
+    wide = torch.float64 if first.numel() <= _SMALL or first.dtype == torch.float64 else torch.float32
+    total = torch.zeros(first.shape, dtype=wide)
+    for file in files:
+        tensor = file.read(key)
+        if not torch.isfinite(tensor).all():
+            raise SwapError(
+                f"{file.path}: tensor {key!r} contains NaN or Inf, so it cannot be averaged: "
+                f"train this worker again, with a lower peak_lr if it happens again"
+            )
+        total += tensor
+    return total.div_(len(files)).to(first.dtype)
+
+
+def _check_alike(files: Sequence[TensorFile]) -> None:
+    """All files hold the same keys, shapes and types."""
+    first = files[0]
+    for file in files[1:]:
+        for key in sorted(first.layout.keys() ^ file.layout.keys()):
+            has, lacks = (first, file) if key in first.layout else (file, first)
+            raise SwapError(f"{lacks.path} has no tensor {key!r}, which {has.path} has: only equal networks average")
+        for key, spec in first.layout.items():
+            other = file.layout[key]
+            if other != spec:
+                raise SwapError(
+                    f"{file.path}: tensor {key!r} is {_words(other.dtype)} {list(other.shape)}, but in {first.path} "
+                    f"it is {_words(spec.dtype)} {list(spec.shape)}: only equal networks average"
+                )
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

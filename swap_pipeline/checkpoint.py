@@ -1,0 +1,269 @@
+"""Safetensors in, safetensors out: atomic, checked, without pickle.
+
+A file is plain safetensors and opens with any reader of that format. Its header carries one metadata entry, sorted
+JSON, because safetensors writes several entries in no fixed order: with equal contents, bytes are equal. The entry
+holds what the caller wants to say of the file (`info`) and a digest of every tensor, so that a flipped bit is found
+when the tensor is read and not when the model is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from swap_pipeline.errors import SwapError
+
+METADATA_KEY = "swap_pipeline"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_PLACEHOLDER = "0" * 16
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor looks like, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file that appears under `path` whole, or not at all; `durable` also outlives a power cut, for an fsync."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w+b") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write sorted, indented JSON atomically."""
+    with atomic_write(path) as file:
+        file.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; a missing or damaged file is a `SwapError` that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SwapError(f"{path} is damaged ({error}): delete it and run `dvc repro`") from None
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any], *, durable: bool = True
+) -> None:
+    """Write tensors that are all in memory."""
+    layout = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    write_tensor_stream(path, layout, ((key, tensors[key]) for key in file_order(layout)), info, durable=durable)
+
+
+def file_order(layout: Mapping[str, Spec]) -> list[str]:
+    """Keys in the order in which their bytes are stored: wide types first, so that every tensor is aligned."""
+    return sorted(layout, key=lambda key: (-layout[key].dtype.itemsize, key))
+
+
+def write_tensor_stream(
+    path: Path,
+    layout: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    info: Mapping[str, Any],
+    *,
+    durable: bool = True,
+) -> None:
+    """Write tensors as they come, in `file_order(layout)`; only one need exist at a time."""
+    entries: dict[str, Any] = {}
+    offset = 0
+    for key in file_order(layout):
+        spec = layout[key]
+        end = offset + spec.num_bytes
+        entries[key] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    digests = dict.fromkeys(entries, _PLACEHOLDER)
+    with atomic_write(path, durable=durable) as file:
+        # The digests stand before the data but are known only after it: same length, written twice.
+        file.write(_header(entries, info, digests))
+        for key, tensor in tensors:
+            spec = layout[key]
+            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), key
+            data = _bytes_of(tensor)
+            digests[key] = xxhash.xxh3_64_hexdigest(data)
+            file.write(data)
+        assert _PLACEHOLDER not in digests.values(), "a tensor of the layout was never written"
+        file.seek(0)
+        file.write(_header(entries, info, digests))
+
+
+def _header(entries: Mapping[str, Any], info: Mapping[str, Any], digests: Mapping[str, str]) -> bytes:
+    # safetensors' own reader takes any order of entries; the sorted one is kept for stable bytes.
+    about = {"info": info, "tensors": digests, "header": _header_digest(entries, info, digests)}
+    header = {"__metadata__": {METADATA_KEY: _canonical(about)}, **entries}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _header_digest(entries: Mapping[str, Any], info: Mapping[str, Any], digests: Mapping[str, str]) -> str:
+    shapes = {key: [entry["dtype"], entry["shape"]] for key, entry in entries.items()}
+    return xxhash.xxh3_64_hexdigest(_canonical([shapes, info, digests]).encode())
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+
+
+class TensorFile:
+    """An open file of ours: the header is checked on opening, each tensor when it is read.
+
+    Tensors are views of the memory-mapped file, so several processes share one copy.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = safe_open(path, framework="pt", device="cpu")
+            self._slices = {key: self._file.get_slice(key) for key in self._file.keys()}  # noqa: SIM118
+            self.layout = {key: _spec_of(part) for key, part in self._slices.items()}
+            metadata = self._file.metadata() or {}
+        except FileNotFoundError:
+            raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise _damaged(path, str(error)) from None
+        if METADATA_KEY not in metadata:
+            raise SwapError(f"{path} was not written by this pipeline: it has no {METADATA_KEY!r} entry in its header")
+        try:
+            about = json.loads(metadata[METADATA_KEY])
+            self.info: dict[str, Any] = about["info"]
+            self._digests: dict[str, str] = about["tensors"]
+            stated = about["header"]
+        except (ValueError, KeyError, TypeError):
+            raise _damaged(path, "its header cannot be read") from None
+        entries = {
+            key: {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape)} for key, spec in self.layout.items()
+        }
+        if stated != _header_digest(entries, self.info, self._digests) or set(self._digests) != set(self.layout):
+            raise _damaged(path, "its header does not match its digest")
+
+    def read(self, key: str) -> torch.Tensor:
+        """One tensor, checked against its digest."""
+        try:
+            tensor = self._file.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise _damaged(self.path, str(error)) from None
+        assert isinstance(tensor, torch.Tensor)
+        if xxhash.xxh3_64_hexdigest(_bytes_of(tensor)) != self._digests[key]:
+            raise _damaged(self.path, f"tensor {key!r} does not match its digest")
+        return tensor
+
+
+def _spec_of(part: Any) -> Spec:
+    return Spec(_TORCH_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+
+
+def _damaged(path: Path, reason: str) -> SwapError:
+    reason = " ".join(reason.split())
+    return SwapError(f"{path} is damaged ({reason}): delete it and run `dvc repro` (or `dvc checkout`)")
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All tensors of a file, and its info."""
+    file = TensorFile(path)
+    return {key: file.read(key) for key in file.layout}, file.info
+
+
+def load_weights(network: torch.nn.Module, path: Path) -> None:
+    """Fill `network` from a checkpoint; one made for another architecture is refused by tensor name."""
+    file = TensorFile(path)
+    expected = network.state_dict()
+    for key, tensor in expected.items():
+        if key not in file.layout:
+            raise _other_architecture(path, f"it has no tensor {key!r}")
+        if file.layout[key].shape != tuple(tensor.shape):
+            found, wanted = list(file.layout[key].shape), list(tensor.shape)
+            raise _other_architecture(path, f"tensor {key!r} has shape {found} instead of {wanted}")
+    extra = sorted(set(file.layout) - set(expected))
+    if extra:
+        raise _other_architecture(path, f"it has a tensor {extra[0]!r} that the network does not know")
+    network.load_state_dict({key: file.read(key) for key in file.layout})
+
+
+def _other_architecture(path: Path, reason: str) -> SwapError:
+    return SwapError(
+        f"{path} belongs to another network ({reason}): "
+        f"set the model section of params.yaml to what it was trained with, or train again"
+    )
+
+
+_SNAPSHOT = "snapshot_*.safetensors"
+
+
+def write_snapshot(folder: Path, epoch: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
+    """Keep the state after `epoch` epochs, and the one before it, in case this file is damaged."""
+    # Not forced to disk: after a power cut a torn file fails its digest and the one before it is taken.
+    write_tensors(folder / f"snapshot_{epoch:06d}.safetensors", tensors, info, durable=False)
+    for old in sorted(folder.glob(_SNAPSHOT))[:-2]:
+        old.unlink()
+
+
+def read_snapshot(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """The newest whole snapshot, if there is one; a damaged one is set aside."""
+    for path in sorted(folder.glob(_SNAPSHOT), reverse=True):
+        try:
+            return read_tensors(path)
+        except SwapError as error:
+            aside = path.with_suffix(".damaged")
+            path.replace(aside)
+            print(f"warning: {error}; set aside as {aside.name}, going on from the one before it", flush=True)
+    return None
+
+
+def drop_snapshots(folder: Path) -> None:
+    """Called when a run is complete and has nothing left to resume."""
+    for path in folder.glob(_SNAPSHOT):
+        path.unlink()

@@ -1,0 +1,189 @@
+"""Prepared data: reading it, the order of an epoch, and batches with their augmentation.
+
+Everything random in an epoch is drawn for the whole epoch from (seed, epoch) and then sliced by step and rank. Nothing
+depends on how often the process was started or on how many ranks share the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swap_pipeline.checkpoint import TensorFile, read_json
+from swap_pipeline.errors import SwapError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What `meta.json` says of the data."""
+
+    classes: tuple[str, ...]
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def read_meta(folder: Path) -> Meta:
+    path = folder / "meta.json"
+    try:
+        tree = read_json(path)
+        channels, height, width = tree["shape"]
+        return Meta(
+            classes=tuple(str(name) for name in tree["classes"]),
+            shape=(int(channels), int(height), int(width)),
+            mean=tuple(float(value) for value in tree["mean"]),
+            std=tuple(float(value) for value in tree["std"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, SwapError):
+            raise
+        raise SwapError(f"{path} is damaged ({error!r}): delete it and run `dvc repro`") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """A split of a data set, on the device that uses it."""
+
+    pixels: torch.Tensor
+    """uint8, N×C×H×W"""
+    labels: torch.Tensor
+    """int64, N"""
+    mean: torch.Tensor
+    """1×C×1×1, on the scale of the pixels, 0–255"""
+    std: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels.to(torch.float32).sub_(self.mean).div_(self.std)
+
+
+def read_images(folder: Path, split: str, device: torch.device) -> Images:
+    """Memory-map a split; on a GPU, copy it there once."""
+    meta = read_meta(folder)
+    path = folder / f"{split}.safetensors"
+    file = TensorFile(path)
+    for key in ("images", "labels"):
+        if key not in file.layout:
+            raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
+    pixels, labels = file.read("images"), file.read("labels")
+    if pixels.dtype != torch.uint8 or tuple(pixels.shape[1:]) != meta.shape or len(pixels) != len(labels):
+        raise SwapError(f"{path} does not fit {folder / 'meta.json'}: delete both and run `dvc repro`")
+
+    def constant(values: tuple[float, ...]) -> torch.Tensor:
+        return (torch.tensor(values, dtype=torch.float32) * 255).view(1, -1, 1, 1).to(device)
+
+    return Images(
+        pixels=pixels.to(device),
+        labels=labels.to(device, torch.int64),
+        mean=constant(meta.mean),
+        std=constant(meta.std),
+    )
+
+
+def derive_seed(*parts: int | str) -> int:
+    """An independent seed for every different sequence of parts."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochChoices:
+    """All that chance decides in one epoch; position i of every tensor belongs to the i-th image that is shown."""
+
+    order: torch.Tensor
+    top: torch.Tensor | None = None
+    left: torch.Tensor | None = None
+    flip: torch.Tensor | None = None
+    cut_top: torch.Tensor | None = None
+    cut_left: torch.Tensor | None = None
+
+
+def draw_epoch(
+    *,
+    seed: int,
+    epoch: int,
+    num_images: int,
+    image_size: tuple[int, int],
+    padding: int = 0,
+    flip: bool = False,
+    cutout: int = 0,
+    device: torch.device | None = None,
+) -> EpochChoices:
+    """Draw the choices of an epoch on the CPU, so that they are the same on every kind of device."""
+    generator = torch.Generator().manual_seed(derive_seed("epoch", seed, epoch))
+    height, width = image_size
+
+    def choose(options: int) -> torch.Tensor:
+        return torch.randint(options, (num_images,), generator=generator).to(device)
+
+    order = torch.randperm(num_images, generator=generator).to(device)
+    return EpochChoices(
+        order=order,
+        top=choose(2 * padding + 1) if padding else None,
+        left=choose(2 * padding + 1) if padding else None,
+        flip=choose(2).bool() if flip else None,
+        cut_top=choose(height - cutout + 1) if cutout else None,
+        cut_left=choose(width - cutout + 1) if cutout else None,
+    )
+
+
+def check_augment(*, padding: int, cutout: int, image_size: tuple[int, int]) -> None:
+    """Refuse what does not fit the images."""
+    smallest = min(image_size)
+    if padding >= smallest:
+        raise SwapError(
+            f"params.yaml: data.augment.padding is {padding}, but images of {smallest} pixels "
+            f"can be reflected by at most {smallest - 1}"
+        )
+    if cutout > smallest:
+        raise SwapError(
+            f"params.yaml: data.augment.cutout is {cutout}, larger than the images ({smallest} pixels): lower it"
+        )
+
+
+def make_batch(
+    images: Images, choices: EpochChoices, positions: slice, *, padding: int = 0, cutout: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normalised, augmented images at `positions` of the epoch, and their labels.
+
+    Reflection, crop and flip are one gather: for every pixel of the batch, where it is read from. The result is
+    N×C×H×W, stored channels-last.
+    """
+    chosen = choices.order[positions]
+    _, channels, height, width = images.pixels.shape
+    rows = _source(height, choices.top, positions, padding, images.pixels.device)
+    columns = _source(width, choices.left, positions, padding, images.pixels.device)
+    if choices.flip is not None:
+        columns = torch.where(choices.flip[positions, None], columns.flip(1), columns)
+    plane = chosen[:, None, None] * (channels * height * width) + rows[:, :, None] * width + columns[:, None, :]
+    offsets = torch.arange(channels, device=plane.device) * (height * width)
+    pixels = images.pixels.reshape(-1)[plane[..., None] + offsets].permute(0, 3, 1, 2)
+    batch = images.normalise(pixels)
+    if cutout:
+        assert choices.cut_top is not None and choices.cut_left is not None
+        hidden_rows = _inside(height, choices.cut_top[positions], cutout)
+        hidden_columns = _inside(width, choices.cut_left[positions], cutout)
+        # 0 after normalising is the mean colour.
+        batch.masked_fill_((hidden_rows[:, :, None] & hidden_columns[:, None, :])[:, None], 0.0)
+    return batch, images.labels[chosen]
+
+
+def _source(
+    length: int, shift: torch.Tensor | None, positions: slice, padding: int, device: torch.device
+) -> torch.Tensor:
+    """For each image of the batch, the row (or column) that each of its rows (or columns) is read from."""
+    index = torch.arange(length, device=device)[None]
+    if shift is None:
+        return index
+    index = (index + shift[positions, None] - padding).abs_()
+    return torch.where(index < length, index, 2 * (length - 1) - index)
+
+
+def _inside(length: int, start: torch.Tensor, size: int) -> torch.Tensor:
+    index = torch.arange(length, device=start.device)[None]
+    return (index >= start[:, None]) & (index < start[:, None] + size)

@@ -1,0 +1,82 @@
+"""Environment → rank, world, device, backend. The only module that starts or ends a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from swap_pipeline.errors import SwapError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The processes that work on one job; a world of one needs no process group and has none."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def describe(self) -> str:
+        """For people: `2 × cpu`, `8 × NVIDIA V100`."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return f"{self.world_size} × {name}"
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add up `tensor` over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Return once every rank has come here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[Group]:
+    """Join the job that torchrun (or the launcher) started this process for."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = Group(rank=rank, world_size=world_size, device=device)
+    if world_size == 1:
+        yield group
+        return
+    minutes = float(os.environ.get("SWAP_TIMEOUT_MINUTES", "30"))
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=timedelta(minutes=minutes), device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timedelta(minutes=minutes))
+    # After an error, NCCL would wait here for ranks that may be gone; torchrun ends them all.
+    clean = device.type != "cuda"
+    try:
+        yield group
+        clean = True
+    finally:
+        if clean:
+            dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    wanted = os.environ.get("SWAP_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted != "cuda":
+        raise SwapError(f"SWAP_DEVICE is {wanted!r}: choose cpu or cuda")
+    if local_rank >= torch.cuda.device_count():
+        raise SwapError(
+            f"rank {local_rank} has no GPU: {torch.cuda.device_count()} can be seen; lower SWAP_NPROC or set SWAP_DEVICE=cpu"
+        )
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,137 @@
+"""How far a job has come: written by its main rank, drawn by whoever waits for it.
+
+The rank writes a small file, and prints a line at each epoch. The launcher draws bars from the files in a terminal and
+passes the lines on elsewhere; it may run on another machine than the rank, as long as it sees the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+PROGRESS_FILE = "progress.json"
+STDOUT_FILE = "stdout.log"
+
+
+class Reporter:
+    """The rank's side; silent on all ranks but the main one."""
+
+    def __init__(self, *, name: str, total: float, folder: Path | None, is_main: bool) -> None:
+        self._name = name
+        self._total = total
+        self._path = folder / PROGRESS_FILE if folder and is_main else None
+        self._is_main = is_main
+        self._next = 0.0
+
+    def step(self, epoch: int, step: int, steps: int) -> None:
+        """Called at every step; writes about twice a second."""
+        if self._path is None or time.monotonic() < self._next:
+            return
+        self._write(epoch + (step + 1) / steps)
+
+    def done(self, amount: float, line: str) -> None:
+        """A piece of work is done that deserves a line."""
+        if not self._is_main:
+            return
+        print(f"{self._name}: {line}", flush=True)
+        if self._path is not None:
+            self._write(amount, line)
+
+    def _write(self, amount: float, line: str | None = None) -> None:
+        assert self._path is not None
+        self._next = time.monotonic() + 0.5
+        if line is not None:
+            self._line = line
+        text = json.dumps({"amount": amount, "total": self._total, "line": getattr(self, "_line", "")})
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(self._path)
+
+
+@dataclass
+class _Watched:
+    folder: Path
+    position: int = 0
+    task: TaskID | None = None
+
+
+@dataclass
+class Display:
+    """The launcher's side: one bar a job in a terminal, plain lines elsewhere."""
+
+    stream: TextIO = field(default_factory=lambda: sys.stdout)
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    _bars: Progress | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        if not self.stream.isatty():
+            yield
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[line]}"),
+        )
+        # Refreshed by hand: no thread runs beside the launcher's loop.
+        self._bars = Progress(*columns, console=Console(file=self.stream), auto_refresh=False)
+        with self._bars:
+            yield
+            self.refresh()
+
+    def say(self, text: str) -> None:
+        """A line from the launcher itself."""
+        if self._bars is not None:
+            self._bars.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=self.stream, flush=True)
+
+    def watch(self, name: str, folder: Path) -> None:
+        """Follow the job in `folder` from now on; logs of earlier attempts must be gone by now."""
+        watched = _Watched(folder)
+        if self._bars is not None:
+            watched.task = self._bars.add_task(name, total=1.0, line="starting")
+        self._watched[name] = watched
+
+    def refresh(self) -> None:
+        for watched in self._watched.values():
+            if self._bars is not None and watched.task is not None:
+                self._draw(self._bars, watched.folder, watched.task)
+            else:
+                self._pass_on_lines(watched)
+        if self._bars is not None:
+            self._bars.refresh()
+
+    def _draw(self, bars: Progress, folder: Path, task: TaskID) -> None:
+        try:
+            state = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+            bars.update(task, completed=state["amount"], total=state["total"], line=state["line"])
+        except (OSError, ValueError, KeyError):
+            return  # not written yet
+
+    def _pass_on_lines(self, watched: _Watched) -> None:
+        try:
+            with (watched.folder / STDOUT_FILE).open("rb") as log:
+                log.seek(watched.position)
+                new = log.read()
+        except OSError:
+            return
+        whole = new[: new.rfind(b"\n") + 1]
+        watched.position += len(whole)
+        if whole:
+            print(whole.decode(errors="replace"), end="", file=self.stream, flush=True)

@@ -1,0 +1,185 @@
+"""Scratch: where a job trains, resumes, and leaves its result until it is collected.
+
+DVC deletes a stage's outs before the stage runs, so what must survive a kill lives here, outside of them, in
+`.swap/<stage>/<fingerprint>/`. The fingerprint covers all that can change the bytes of the result: a job that is
+started again finds its own snapshots, and a job with any other setting gets another folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.errors import SwapError
+
+RESULT = "result"
+
+
+def scratch_root() -> Path:
+    """`.swap` of the project; experiments in temporary folders share their parent project's (DVC_ROOT names it)."""
+    return Path(os.environ.get("DVC_ROOT", ".")) / ".swap"
+
+
+def fingerprint(
+    stage: str, *, item: Mapping[str, Any], facts: Mapping[str, Any], dvc_file: Path = Path("dvc.yaml")
+) -> str:
+    """A hash of everything that `dvc.yaml` lists for the stage, of its matrix `item` and of further `facts`."""
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="safe", pure=True)
+    stages = yaml.load(dvc_file.read_text(encoding="utf-8"))["stages"]
+    declared = stages[stage]
+    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
+    content = {
+        "stage": stage,
+        "item": dict(item),
+        "facts": {**facts, "torch": importlib.metadata.version("torch")},
+        "deps": {path: _hash_path(Path(path)) for path in declared["deps"]},
+        "params": {key: _lookup(params, key) for key in declared["params"]},
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _lookup(tree: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        tree = tree[part]
+    return tree
+
+
+def _hash_path(path: Path) -> Any:
+    if path.is_dir():
+        return {entry.name: _hash_path(entry) for entry in sorted(path.iterdir())}
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """The scratch folder of one job."""
+
+    path: Path
+
+    @property
+    def result(self) -> Path:
+        """Exists once the job is complete, and then holds all that it made."""
+        return self.path / RESULT
+
+    @property
+    def is_complete(self) -> bool:
+        return self.result.is_dir()
+
+    @contextlib.contextmanager
+    def complete(self) -> Iterator[Path]:
+        """A folder to fill; when the block ends without an error it becomes the result, in one step."""
+        partial = self.path / f"{RESULT}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(self.result)
+
+    @contextlib.contextmanager
+    def writer(self, *, is_main: bool) -> Iterator[None]:
+        """Held by a job's main rank while it writes here; sweeps what killed writers left behind."""
+        if not is_main:
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = Lock(self.path / "writer.lock")
+        deadline = time.monotonic() + 60
+        while not lock.try_acquire():
+            # An orphan of a killed launcher is about to end; anything that stays longer is not ours to end.
+            if time.monotonic() > deadline:
+                raise SwapError(f"process {lock.holder()} is still writing in {self.path}: end it, then start again")
+            time.sleep(0.1)
+        try:
+            for leftover in self.path.glob(".*.tmp"):
+                leftover.unlink(missing_ok=True)
+            yield
+        finally:
+            lock.release()
+
+    def collect(self, *, checkpoints: Path, record: Path) -> None:
+        """Put the result where DVC expects it: links where the file system allows, else copies, never moves."""
+        made = sorted(self.result.glob("*.safetensors"))
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
+            stale.unlink()
+        for path in made:
+            _link_or_copy(path, checkpoints / path.name)
+        _link_or_copy(self.result / "record.json", record)
+
+
+def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:
+    """Remove `seed_<S>` and `seed_<S>.json` of seeds that are not listed; returns what was removed."""
+    listed = {f"seed_{seed}" for seed in seeds}
+    removed = [
+        path
+        for folder in folders
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if re.fullmatch(r"seed_\d+", path.stem) and path.stem not in listed
+    ]
+    for path in removed:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return removed
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:
+        shutil.copyfile(source, temporary)
+    os.replace(temporary, target)
+
+
+class Lock:
+    """An exclusive lock on a file, released by the kernel when the process ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle: int | None = None
+
+    def try_acquire(self) -> bool:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        self._handle = handle
+        return True
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def holder(self) -> str:
+        """The process id of the one who has it, as far as is known."""
+        try:
+            return self._path.read_text(encoding="utf-8").strip() or "?"
+        except OSError:
+            return "?"
