@@ -46,8 +46,12 @@ def draw_balanced(labels: torch.Tensor) -> torch.Tensor:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), default=Path("data/fashion-mini.safetensors"))
 def main(folder: Path, out: Path) -> None:
-    train_images, train_labels = (read_idx(folder / f"train-{kind}.gz") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte"))
-    test_images, test_labels = (read_idx(folder / f"t10k-{kind}.gz") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+    train_images, train_labels = (
+        read_idx(folder / f"train-{kind}.gz") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    )
+    test_images, test_labels = (
+        read_idx(folder / f"t10k-{kind}.gz") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    )
     chosen = draw_balanced(train_labels)
     tensors = {
         "train_images": train_images[chosen][:, None],

@@ -1,6 +1,6 @@
 """Prepare the data set that `data.name` names: `data/prepared/`.
 
-    python -m stages.prepare
+python -m stages.prepare
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Phase 3's mean of W weight files, one tensor in memory at a time. Knows nothing of networks.
 
-    θ̂ = (1/W) Σ θ_w    (Algorithm 1, last lines)
+θ̂ = (1/W) Σ θ_w    (Algorithm 1, last lines)
 """
 
 from __future__ import annotations

@@ -103,7 +103,9 @@ def recompute_statistics(
     was_training = {module: module.training for module in network.modules()}
     momenta = {layer: layer.momentum for layer in layers}
     # Counting the batches of this pass would make the file depend on the number of ranks.
-    counters = {layer: None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers}
+    counters = {
+        layer: None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers
+    }
     moments = [_Moments(layer) for layer in layers]
     hooks = [moment.layer.register_forward_hook(moment.add) for moment in moments]
     try:

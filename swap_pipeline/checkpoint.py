@@ -8,19 +8,18 @@ when the tensor is read and not when the model is wrong.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
 from swap_pipeline.errors import SwapError
+from swap_pipeline.files import atomic_write
 
 METADATA_KEY = "swap_pipeline"
 _DTYPES = {
@@ -52,39 +51,6 @@ class Spec:
         for length in self.shape:
             size *= length
         return size
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file that appears under `path` whole, or not at all; `durable` also outlives a power cut, for an fsync."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w+b") as file:
-            yield file
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write sorted, indented JSON atomically."""
-    with atomic_write(path) as file:
-        file.write((json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
-
-
-def read_json(path: Path) -> Any:
-    """Read JSON; a missing or damaged file is a `SwapError` that names it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SwapError(f"{path} is damaged ({error}): delete it and run `dvc repro`") from None
 
 
 def write_tensors(
@@ -155,7 +121,7 @@ def _canonical(value: Any) -> str:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+    return flat.view(torch.uint8).numpy().data
 
 
 class TensorFile:
@@ -184,9 +150,7 @@ class TensorFile:
             stated = about["header"]
         except (ValueError, KeyError, TypeError):
             raise _damaged(path, "its header cannot be read") from None
-        entries = {
-            key: {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape)} for key, spec in self.layout.items()
-        }
+        entries = {key: {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape)} for key, spec in self.layout.items()}
         if stated != _header_digest(entries, self.info, self._digests) or set(self._digests) != set(self.layout):
             raise _damaged(path, "its header does not match its digest")
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from swap_pipeline.checkpoint import TensorFile, read_json
+from swap_pipeline.checkpoint import TensorFile
 from swap_pipeline.errors import SwapError
+from swap_pipeline.files import read_json
 
 
 @dataclass(frozen=True, kw_only=True)

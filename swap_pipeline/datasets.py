@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from swap_pipeline.checkpoint import TensorFile, write_json, write_tensors
+from swap_pipeline.checkpoint import TensorFile, write_tensors
 from swap_pipeline.errors import SwapError
+from swap_pipeline.files import write_json
 
 FASHION_MINI = Path("data/fashion-mini.safetensors")
 

@@ -77,6 +77,7 @@ def _device(local_rank: int) -> torch.device:
         raise SwapError(f"SWAP_DEVICE is {wanted!r}: choose cpu or cuda")
     if local_rank >= torch.cuda.device_count():
         raise SwapError(
-            f"rank {local_rank} has no GPU: {torch.cuda.device_count()} can be seen; lower SWAP_NPROC or set SWAP_DEVICE=cpu"
+            f"rank {local_rank} has no GPU, only {torch.cuda.device_count()} can be seen: "
+            f"lower SWAP_NPROC, or set SWAP_DEVICE=cpu"
         )
     return torch.device("cuda", local_rank)

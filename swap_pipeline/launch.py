@@ -32,6 +32,11 @@ from swap_pipeline.scratch import JobFolder, Lock, fingerprint, scratch_root
 STDERR_FILE = "stderr.log"
 _PARENT = "SWAP_PARENT_PID"
 _JOB = "SWAP_JOB"
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +235,9 @@ class _Running:
             "MKL_NUM_THREADS": str(job.threads),
             "SWAP_DEVICE": machine.device_type,
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            # Keep freed activations for the next step instead of handing them back to the kernel: on two cores,
+            # ResNet-9 at width 8 trains about a quarter faster.
+            **{name: os.environ.get(name, value) for name, value in _MALLOC.items()},
             "PYTHONUNBUFFERED": "1",
             _PARENT: str(os.getpid()),
             _JOB: str(folder.resolve()),
@@ -316,7 +324,7 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                 display.refresh()
                 if waiting or running:
                     time.sleep(0.05)
-        except KeyboardInterrupt:
+        except Interrupted:
             display.say("interrupted: `dvc repro` goes on from the last finished epoch")
             raise
         finally:
@@ -351,12 +359,13 @@ def _try_start(job: Job, machine: Machine, tell: Callable[[str], None]) -> _Runn
 
 @contextlib.contextmanager
 def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the launcher like Ctrl-C does: children first, then itself."""
+    """Ctrl-C, SIGTERM and SIGHUP end the launcher's children first, then itself."""
 
     def interrupt(number: int, frame: Any) -> None:
-        raise Terminated(number)
+        raise Interrupted(number)
 
-    old = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old = {number: signal.signal(number, interrupt) for number in signals}
     try:
         yield
     finally:
@@ -364,8 +373,8 @@ def _signals_as_exceptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Terminated(KeyboardInterrupt):
-    """The launcher was asked to end by a signal."""
+class Interrupted(BaseException):
+    """The launcher was asked to end by a signal; not an error, so nothing that handles errors sees it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -414,7 +423,7 @@ def parent_of_ranks() -> None:
 
 
 def run_stage(main: Callable[[], Any]) -> None:
-    """Call a stage's click command; what the user can mend ends in one line and exit code 1, a signal in its own code."""
+    """Call a stage's click command; what the user can mend ends in one line and exit code 1."""
     if is_rank():
         die_with_parent()
     try:
@@ -423,10 +432,17 @@ def run_stage(main: Callable[[], Any]) -> None:
         _leave_for_launcher(str(error))
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
-    except Terminated as terminated:
-        sys.exit(128 + terminated.number)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    except Interrupted as interrupted:
+        sys.exit(128 + interrupted.number)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith(("swap_pipeline", "stages")):
+            raise
+        print(
+            f"error: {sys.executable} has no package {error.name!r}: activate the project's environment "
+            f"(`source .venv/bin/activate`), or install the project there (`pip install -c constraints.txt -e .`)",
+            file=sys.stderr,
+        )
+        sys.exit(1)
 
 
 def _leave_for_launcher(message: str) -> None:

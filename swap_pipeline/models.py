@@ -32,7 +32,7 @@ class ResNet9(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = self.stage3(self.stage2(self.stage1(self.stem(images))))
         logits: torch.Tensor = self.head(x.amax(dim=(2, 3)))
-        return logits * 0.125
+        return logits.mul(0.125)
 
 
 class _Residual(nn.Module):

@@ -224,6 +224,7 @@ def _parse_scalar(kind: type, value: Any, *, key: str, limits: Mapping[str, Any]
         raise SwapError(f"{key} is {value!r}, but must be {names[kind]}{hint}")
     if kind is str or kind is bool:
         return value
+    assert isinstance(value, int | float)
     if not math.isfinite(value):
         raise SwapError(f"{key} is {value!r}, but must be finite")
     minimum, above, maximum = limits.get("minimum"), limits.get("above"), limits.get("maximum")

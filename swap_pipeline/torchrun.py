@@ -1,6 +1,6 @@
 """torchrun, in a process that does not outlive the launcher.
 
-    python -m swap_pipeline.torchrun --standalone --nproc-per-node 2 -m stages.phase1
+python -m swap_pipeline.torchrun --standalone --nproc-per-node 2 -m stages.phase1
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swap_pipeline.checkpoint import drop_snapshots, read_snapshot, write_json, write_snapshot, write_tensors
+from swap_pipeline.checkpoint import drop_snapshots, read_snapshot, write_snapshot, write_tensors
 from swap_pipeline.data import Images, check_augment, derive_seed, draw_epoch, make_batch
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
+from swap_pipeline.files import write_json
 from swap_pipeline.params import Augment, Compute, Optimizer
 from swap_pipeline.progress import Reporter
 from swap_pipeline.scratch import JobFolder
@@ -130,7 +131,7 @@ def train(
             logits = parallel(images)
             loss = nn.functional.cross_entropy(logits, labels, label_smoothing=optimizer.label_smoothing)
             sgd.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             sgd.step(rate, skip_if=guard.look(epoch, step, sgd.gradients()))
             with torch.no_grad():
                 sums[0] += loss.detach() * per_rank
@@ -194,10 +195,10 @@ def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
     if group.device.type == "cuda":
         torch.backends.cudnn.benchmark = not compute.deterministic
         torch.use_deterministic_algorithms(compute.deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     network.to(group.device)
     if compute.channels_last:
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        network.to(memory_format=torch.channels_last)
 
 
 def _wrap(network: nn.Module, image_shape: torch.Size, group: Group) -> nn.Module:

@@ -27,7 +27,7 @@ def open_data(group: Group) -> tuple[Meta, Images, Images]:
 
 
 def prepare_network(model: Model, meta: Meta, *, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A fresh network for this data, and the header with which `load_model` and `swap predict` can rebuild and use it."""
+    """A fresh network for this data, and the header from which it can be rebuilt and used."""
     description = describe_network(
         name=model.name, width=model.width, channels=meta.shape[0], num_classes=len(meta.classes)
     )

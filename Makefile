@@ -1,0 +1,31 @@
+# `make run` trains with SWAP end to end; `make test` checks the code. Both make the environment they need.
+# `make VENV=<folder> run` uses an environment that exists already.
+
+VENV ?= .venv
+PYTHON ?= python3
+# Stages are started as `python -m …`, so the environment's Python comes first.
+RUN = PATH="$(abspath $(VENV))/bin:$$PATH"
+STAMP = $(VENV)/.swap-installed
+
+.PHONY: run test lint install
+.DEFAULT_GOAL := run
+
+run: $(STAMP)
+	@$(RUN) dvc repro
+
+test: lint
+	@$(RUN) python -m pytest -n 2
+
+lint: $(STAMP)
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+	@$(RUN) mypy
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); torch with its CUDA libraries takes a few minutes the first time"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
