@@ -3,8 +3,8 @@
     apt-get install dataset-fashion-mnist
     python data/make_fashion_mini.py /usr/share/datasets/fashion-mnist
 
-Source: Fashion-MNIST, Han Xiao, Kashif Rasul and Roland Vollgraf, Zalando SE, 2017, MIT licence. The training split is a
-balanced draw with a fixed seed, 1,000 images a class, in the order of the original; the test split is whole.
+Source: Fashion-MNIST, Han Xiao, Kashif Rasul and Roland Vollgraf, Zalando SE, 2017, MIT licence. The training split is
+a balanced draw with a fixed seed, 1,000 images a class, in the order of the original; the test split is whole.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def pending_seeds(stage: str, seeds: Sequence[int], *, asked: int) -> list[int]:
     if "DVC_STAGE" not in os.environ or os.environ.get("SWAP_FANOUT") == "0":
         return []
     from dvc.repo import Repo
-    from dvc.stage.exceptions import RunCacheNotFoundError
+    from dvc.stage.cache import RunCacheNotFoundError
 
     def would_run(instance: Any) -> bool:
         if not instance.changed():
@@ -179,7 +179,7 @@ def pending_seeds(stage: str, seeds: Sequence[int], *, asked: int) -> list[int]:
             return True
         return False
 
-    with Repo() as repo, _quiet_dvc():
+    with _quiet_dvc(), Repo() as repo, repo.lock:
         instances = {seed: repo.stage.load_one(name=f"{stage}@{seed}") for seed in seeds if seed != asked}
         return [seed for seed, instance in instances.items() if would_run(instance)]
 

@@ -32,7 +32,7 @@ class ResNet9(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = self.stage3(self.stage2(self.stage1(self.stem(images))))
         logits: torch.Tensor = self.head(x.amax(dim=(2, 3)))
-        return logits.mul(0.125)
+        return logits * 0.125
 
 
 class _Residual(nn.Module):
@@ -41,7 +41,8 @@ class _Residual(nn.Module):
         self.pair = nn.Sequential(_conv_bn_relu(channels, channels), _conv_bn_relu(channels, channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.pair(x)
+        refined: torch.Tensor = self.pair(x)
+        return x + refined
 
 
 def _conv_bn_relu(inputs: int, outputs: int) -> nn.Sequential:

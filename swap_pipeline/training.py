@@ -213,7 +213,7 @@ def _wrap(network: nn.Module, image_shape: torch.Size, group: Group) -> nn.Modul
     parallel = DistributedDataParallel(
         network,
         device_ids=[group.device] if group.device.type == "cuda" else None,
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
         gradient_as_bucket_view=True,
     )
     network.train()
