@@ -168,11 +168,15 @@ def pending_seeds(stage: str, seeds: Sequence[int], *, asked: int) -> list[int]:
         return []
     from dvc.repo import Repo
     from dvc.stage.cache import RunCacheNotFoundError
+    from dvc_data.hashfile.hash_info import HashInfo
 
     def would_run(instance: Any) -> bool:
-        if not instance.changed():
-            return False
+        if not (instance.changed_stage() or instance.changed_deps()):
+            # As in dvc.lock: DVC keeps the outs, or checks them out of its cache.
+            return bool(instance.changed_outs() and not instance.outs_cached())
         instance.save_deps()
+        for out in instance.outs:
+            out.hash_info = HashInfo()  # what dvc.lock says of them belongs to the old deps
         try:
             repo.stage_cache.restore(instance, dry=True)
         except RunCacheNotFoundError:

@@ -6,7 +6,7 @@ Phase 1, every worker of phase 2 and any baseline are calls of `train`; they dif
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def train(
     curve = _resume(network, sgd, snapshots)
     guard = _FiniteGuard(run.name, group.device)
 
-    while not (finished := _finished(run, curve)):
+    while not (finished := reason_to_stop(run, curve)):
         epoch = len(curve)
         choices = draw_epoch(
             seed=run.seed,
@@ -167,7 +167,7 @@ def _line(row: Epoch, run: Run) -> str:
     )
 
 
-def _finished(run: Run, curve: list[Epoch]) -> str:
+def reason_to_stop(run: Run, curve: Sequence[Epoch]) -> str:
     """Why the run is over, or an empty string: Algorithm 1's `while training accuracy ≤ τ`."""
     if curve and run.stop_accuracy < 100 and curve[-1].train_accuracy > run.stop_accuracy:
         return "accuracy"

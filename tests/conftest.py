@@ -1,0 +1,157 @@
+"""A tiny project with real DVC in a temporary folder: the repository's own files, a few images, small params."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {
+    "data.augment.padding": 2,
+    "data.augment.cutout": 4,
+    "model.width": 2,
+    "compute.eval_batch_size": 64,
+    "phase1.batch_size": 24,
+    "phase1.peak_lr": 0.2,
+    "phase1.warmup_epochs": 1,
+    "phase1.max_epochs": 3,
+    "phase1.stop_accuracy": 100.0,
+    "phase2.batch_size": 12,
+    "phase2.peak_lr": 0.05,
+    "phase2.epochs": 2,
+    "workers.seeds": [0, 1, 2],
+    "phase3.batch_size": 50,
+}
+
+
+@dataclass
+class Project:
+    """A checkout that a test may do anything to."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def run(self, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            command,
+            cwd=self.root,
+            env=self.full_environment(environment),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(f"{' '.join(command)} gave {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    def full_environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        # A stage under test must not think that it is a rank of something.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SWAP_", "DVC_", "PYTEST"))}
+        return {
+            **inherited,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SWAP_DEVICE": "cpu",
+            "DVC_SITE_CACHE_DIR": str(self.root / ".dvc" / "tmp" / "site"),
+            **self.environment,
+            **(extra or {}),
+        }
+
+    def dvc(self, *arguments: str, check: bool = True, **environment: str) -> str:
+        done = self.run("dvc", *arguments, check=check, **environment)
+        return done.stdout + done.stderr
+
+    def stage(self, name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.run(sys.executable, "-m", f"stages.{name}", *arguments, check=False, **environment)
+
+    def set_params(self, values: Mapping[str, Any]) -> None:
+        set_params(self.root / "params.yaml", values)
+
+    def bytes_of(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+    def json(self, path: str) -> Any:
+        return json.loads((self.root / path).read_text())
+
+    def trained(self, stage: str) -> int:
+        """How many different jobs of a stage were completed here."""
+        return len(list((self.root / ".swap" / stage).glob("*/result")))
+
+    def copy_to(self, target: Path) -> Project:
+        shutil.copytree(self.root, target, symlinks=True)
+        return Project(target)
+
+
+def set_params(path: Path, values: Mapping[str, Any]) -> None:
+    yaml = YAML()
+    tree = yaml.load(path.read_text())
+    for dotted, value in values.items():
+        *sections, last = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[last] = value
+    with path.open("w") as file:
+        yaml.dump(tree, file)
+
+
+def make_project(root: Path) -> Project:
+    """The files of this repository with 240 training and 120 test images, committed to a git of its own."""
+    import torch
+
+    from swap_pipeline.checkpoint import read_tensors, write_tensors
+
+    root.mkdir(parents=True)
+    for name in ("stages", "swap_pipeline"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("dvc.yaml", "params.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore"):
+        (root / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    shutil.copytree(ROOT / ".dvc" / "plots", root / ".dvc" / "plots")
+    tensors, info = read_tensors(ROOT / "data" / "fashion-mini.safetensors")
+    few = {"train": torch.arange(0, 10000, 42)[:240], "test": torch.arange(0, 10000, 83)[:120]}
+    small = {key: tensor[few[key.split("_")[0]]] for key, tensor in tensors.items()}
+    write_tensors(root / "data" / "fashion-mini.safetensors", small, info)
+    project = Project(root)
+    project.set_params(TINY)
+    for command in (
+        ("git", "init", "-q", "-b", "main"),
+        ("git", "config", "user.email", "test@example.org"),
+        ("git", "config", "user.name", "Test"),
+        ("git", "add", "-A"),
+        ("git", "commit", "-qm", "start"),
+    ):
+        project.run(*command)
+    return project
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    """A project in which nothing has run yet."""
+    return make_project(tmp_path / "project")
+
+
+@pytest.fixture(scope="session")
+def finished_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project after `dvc repro`; not to be changed."""
+    project = make_project(tmp_path_factory.mktemp("finished") / "project")
+    output = project.dvc("repro")
+    (project.root.parent / "output.txt").write_text(output)
+    project.run("git", "add", "-A")
+    project.run("git", "commit", "-qm", "first run")
+    return project
+
+
+@pytest.fixture
+def finished(finished_project: Project, tmp_path: Path) -> Project:
+    """A copy of the finished project, to go on from."""
+    return finished_project.copy_to(tmp_path / "project")

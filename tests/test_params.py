@@ -1,0 +1,106 @@
+"""`params.yaml`: what is accepted, and what is said of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, set_params
+from ruamel.yaml import YAML
+
+from swap_pipeline.errors import SwapError
+from swap_pipeline.params import parse_params, read_params
+
+
+def tree() -> dict[str, Any]:
+    loaded: dict[str, Any] = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
+    return loaded
+
+
+def changed(dotted: str, value: Any) -> dict[str, Any]:
+    result = tree()
+    *sections, last = dotted.split(".")
+    node = result
+    for section in sections:
+        node = node[section]
+    node[last] = value
+    return result
+
+
+def test_the_committed_file_is_valid_and_typed() -> None:
+    params = read_params(ROOT / "params.yaml")
+    assert params.workers.seeds == (0, 1, 2, 3)
+    assert isinstance(params.phase1.warmup_epochs, float)
+    assert params.phase2.gpus_per_worker == 1
+
+
+def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text((ROOT / "params.yaml").read_text().replace("weight_decay: 5.0e-4", "weight_decay: 5e-4"))
+    assert read_params(path).optimizer.weight_decay == 5e-4
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "message"),
+    [
+        ("phase2.peek_lr", 0.1, "phase2.peek_lr is not a known parameter: did you mean peak_lr?"),
+        ("phase4", {}, "phase4 is not a known parameter: did you mean phase"),
+        ("phase1.batch_size", "480", "phase1.batch_size is '480', but must be a whole number (write it without quotes)"),
+        ("phase1.batch_size", 1.5, "phase1.batch_size is 1.5, but must be a whole number"),
+        ("phase1.batch_size", True, "phase1.batch_size is True, but must be a whole number"),
+        ("phase1.batch_size", 0, "phase1.batch_size is 0, but must be at least 1"),
+        ("phase1.peak_lr", 0, "phase1.peak_lr is 0, but must be above 0"),
+        ("phase1.peak_lr", float("nan"), "phase1.peak_lr is nan, but must be finite"),
+        ("phase1.peak_lr", None, "phase1.peak_lr is None, but must be a number"),
+        ("phase1.stop_accuracy", 100.5, "phase1.stop_accuracy is 100.5, but must be at most 100"),
+        ("phase1.warmup_epochs", 25, "phase1.warmup_epochs is 25, longer than phase1.max_epochs (24)"),
+        ("phase2.warmup_epochs", 9, "phase2.warmup_epochs is 9, longer than phase2.epochs (8)"),
+        ("data.augment.flip", "yes", "data.augment.flip is 'yes', but must be true or false"),
+        ("data.augment", 3, "data.augment must be a section with entries of its own, not 3"),
+        ("optimizer.momentum", 0, "optimizer.nesterov is true but optimizer.momentum is 0"),
+        ("phase3.variance", "pooled!", "phase3.variance is 'pooled!': choose one of pooled, batch_mean"),
+        ("workers.seeds", [], "workers.seeds is empty"),
+        ("workers.seeds", [1, 2, 1], "workers.seeds lists 1 more than once"),
+        ("workers.seeds", 4, "workers.seeds is 4: write a list"),
+        ("workers.seeds", [0, -1], "workers.seeds[1] is -1, but must be at least 0"),
+    ],
+)
+def test_a_bad_entry_is_named_with_its_value_and_the_way_out(dotted: str, value: Any, message: str) -> None:
+    with pytest.raises(SwapError) as caught:
+        parse_params(changed(dotted, value))
+    assert str(caught.value).startswith("params.yaml: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_entry_is_named_with_its_meaning() -> None:
+    incomplete = tree()
+    del incomplete["phase2"]["peak_lr"]
+    with pytest.raises(SwapError, match=r"phase2\.peak_lr is missing \(highest learning rate\): add it"):
+        parse_params(incomplete)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "the file must be a section"), ("a: [1", "is not valid YAML"), ("a: 1\na: 2\n", "is not valid YAML")],
+)
+def test_a_file_that_is_no_params_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    with pytest.raises(SwapError) as caught:
+        read_params(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_says_where_to_be(tmp_path: Path) -> None:
+    with pytest.raises(SwapError, match="run this from the project's root folder"):
+        read_params(tmp_path / "params.yaml")
+
+
+def test_set_params_of_the_tests_changes_what_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text((ROOT / "params.yaml").read_text())
+    set_params(path, {"phase1.seed": 7})
+    assert read_params(path).phase1.seed == 7

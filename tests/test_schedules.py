@@ -1,0 +1,93 @@
+"""The learning rate against lists that were worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from swap_pipeline.schedules import PiecewiseLinear, warmup_then_decay
+
+
+def close(values: list[float]) -> object:
+    return pytest.approx(values, rel=1e-12, abs=1e-15)
+
+
+def test_the_rate_rises_from_0_to_the_peak_and_falls_to_0_at_the_end() -> None:
+    rate = warmup_then_decay(peak=0.4, warmup_epochs=2, epochs=6)
+
+    rates = [rate(epoch) for epoch in (0, 0.5, 1, 1.5, 2, 3, 3.5, 4, 5, 5.75, 6)]
+
+    assert rates == close([0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.25, 0.2, 0.1, 0.025, 0])
+
+
+def test_the_rate_moves_at_every_step_of_an_epoch() -> None:
+    rate = warmup_then_decay(peak=0.8, warmup_epochs=1, epochs=3)
+
+    rates = [rate(epoch + step / 4) for epoch in range(3) for step in range(4)]
+
+    assert rates == close([0, 0.2, 0.4, 0.6, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+
+
+def test_the_papers_cifar_schedule_peaks_at_epoch_5_of_24() -> None:
+    rate = warmup_then_decay(peak=0.4, warmup_epochs=5, epochs=24)
+
+    rates = [rate(epoch) for epoch in (0, 2.5, 5, 14.5, 24)]
+
+    assert rates == close([0, 0.2, 0.4, 0.2, 0])
+
+
+def test_a_warm_up_may_end_within_an_epoch() -> None:
+    rate = warmup_then_decay(peak=0.3, warmup_epochs=1.5, epochs=3)
+
+    rates = [rate(epoch) for epoch in (0, 0.5, 1, 1.5, 2, 2.5, 3)]
+
+    assert rates == close([0, 0.1, 0.2, 0.3, 0.2, 0.1, 0])
+
+
+def test_without_warm_up_the_first_step_has_the_peak_rate() -> None:
+    rate = warmup_then_decay(peak=0.1, warmup_epochs=0, epochs=4)
+
+    rates = [rate(epoch) for epoch in (0, 1, 2, 3, 4)]
+
+    assert rates == close([0.1, 0.075, 0.05, 0.025, 0])
+
+
+def test_a_warm_up_over_the_whole_run_ends_at_the_peak() -> None:
+    rate = warmup_then_decay(peak=0.2, warmup_epochs=4, epochs=4)
+
+    rates = [rate(epoch) for epoch in (0, 1, 2, 3, 4)]
+
+    assert rates == close([0, 0.05, 0.1, 0.15, 0.2])
+
+
+def test_outside_its_knots_a_schedule_keeps_the_nearest_value() -> None:
+    schedule = PiecewiseLinear((1, 2), (5, 3))
+
+    values = [schedule(epoch) for epoch in (-10, 0, 1, 1.5, 2, 2.5, 100)]
+
+    assert values == close([5, 5, 5, 4, 3, 3, 3])
+
+
+def test_two_knots_at_one_epoch_make_a_jump_to_the_later_value() -> None:
+    schedule = PiecewiseLinear((0, 7, 13, 13, 22), (1, 2, 0.25, 0.4375, 0.04375))
+
+    values = [schedule(epoch) for epoch in (0, 3.5, 7, 10, 12, 13, 17.5, 22)]
+
+    assert values == close([1, 1.5, 2, 1.125, 0.25 + 1.75 / 6, 0.4375, 0.240625, 0.04375])
+
+
+def test_a_single_knot_is_a_constant() -> None:
+    schedule = PiecewiseLinear((3,), (0.7,))
+
+    values = [schedule(epoch) for epoch in (0, 3, 9)]
+
+    assert values == [0.7, 0.7, 0.7]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "values"), [((0, 2, 1), (0, 1, 2)), ((0, 1), (0, 1, 2)), ((), ())], ids=["unsorted", "uneven", "empty"]
+)
+def test_knots_that_make_no_schedule_are_a_programming_error(
+    epochs: tuple[float, ...], values: tuple[float, ...]
+) -> None:
+    with pytest.raises(AssertionError):
+        PiecewiseLinear(epochs, values)

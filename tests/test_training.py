@@ -1,0 +1,266 @@
+"""The SGD loop: against plain torch, over ranks, across restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import nn
+
+from swap_pipeline.data import Images
+from swap_pipeline.distributed import Group
+from swap_pipeline.errors import SwapError
+from swap_pipeline.params import Augment, Compute, Optimizer
+from swap_pipeline.progress import Reporter
+from swap_pipeline.schedules import warmup_then_decay
+from swap_pipeline.training import Epoch, Record, Run, evaluate, reason_to_stop, train
+
+ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
+PLAIN = Augment(padding=0, flip=False, cutout=0)
+NESTEROV = Optimizer(momentum=0.9, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
+COMPUTE = Compute(channels_last=True, deterministic=True, eval_batch_size=7)
+
+
+def random_images(count: int = 40, seed: int = 0) -> Images:
+    generator = torch.Generator().manual_seed(seed)
+    return Images(
+        pixels=torch.randint(256, (count, 1, 8, 8), generator=generator, dtype=torch.uint8),
+        labels=torch.randint(4, (count,), generator=generator),
+        mean=torch.full((1, 1, 1, 1), 127.0),
+        std=torch.full((1, 1, 1, 1), 70.0),
+    )
+
+
+def small_network(*, batch_norm: bool = False, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4) if batch_norm else nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Flatten(),
+        nn.Linear(256, 4),
+    )
+
+
+def a_run(*, seed: int = 5, epochs: int = 3, peak: float = 0.1, stop_accuracy: float = 100.0) -> Run:
+    schedule = warmup_then_decay(peak=peak, warmup_epochs=1, epochs=epochs)
+    return Run(
+        name="phase1", seed=seed, batch_size=12, epochs=epochs, learning_rate=schedule, stop_accuracy=stop_accuracy
+    )
+
+
+def train_here(network: nn.Module, folder: Path, run: Run | None = None, augment: Augment = PLAIN) -> Record:
+    return train(
+        run or a_run(),
+        network,
+        train_images=random_images(),
+        test_images=random_images(20, seed=9),
+        augment=augment,
+        optimizer=NESTEROV,
+        compute=COMPUTE,
+        group=ALONE,
+        snapshots=folder,
+        reporter=Reporter(name="test", total=3, folder=None, is_main=False),
+    )
+
+
+def weights_of(network: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in network.parameters()])
+
+
+def test_the_loop_equals_one_written_out_with_plain_torch(tmp_path: Path) -> None:
+    """Without augmentation: order from the seed, Nesterov momentum, decay, smoothing, a rate for every step."""
+    from swap_pipeline.data import draw_epoch
+
+    data, oracle = random_images(), small_network()
+    sgd = torch.optim.SGD(oracle.parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    loss_function = nn.CrossEntropyLoss(label_smoothing=0.1)
+    rates = [[0.0, 1 / 30, 2 / 30], [0.1, 0.1 * 5 / 6, 0.1 * 4 / 6], [0.05, 0.05 * 2 / 3, 0.05 / 3]]
+    for epoch in range(3):
+        order = draw_epoch(seed=5, epoch=epoch, num_images=40, image_size=(8, 8)).order
+        for step in range(3):
+            chosen = order[12 * step : 12 * step + 12]
+            sgd.param_groups[0]["lr"] = rates[epoch][step]
+            sgd.zero_grad()
+            loss_function(oracle((data.pixels[chosen].float() - 127) / 70), data.labels[chosen]).backward()
+            sgd.step()
+
+    network = small_network()
+    record = train_here(network, tmp_path)
+
+    torch.testing.assert_close(weights_of(network), weights_of(oracle), rtol=1e-4, atol=1e-6)
+    assert [row.learning_rate for row in record.curve] == pytest.approx([2 / 30, 0.1 * 4 / 6, 0.05 / 3])
+
+
+def test_training_accuracy_counts_every_image_of_the_epoch(tmp_path: Path) -> None:
+    """With a rate of almost nothing the network stays as it is, so the epoch's accuracy can be counted by hand."""
+    from swap_pipeline.data import draw_epoch
+
+    data, network = random_images(), small_network()
+    order = draw_epoch(seed=5, epoch=0, num_images=40, image_size=(8, 8)).order[:36]
+    with torch.no_grad():
+        hits = (network((data.pixels[order].float() - 127) / 70).argmax(1) == data.labels[order]).sum().item()
+
+    record = train_here(network, tmp_path, a_run(epochs=1, peak=1e-12))
+
+    assert record.curve[0].train_accuracy == pytest.approx(100 * hits / 36)
+
+
+def test_evaluation_equals_one_pass_over_everything() -> None:
+    data, network = random_images(23), small_network(batch_norm=True, dropout=0.5).eval()
+    with torch.no_grad():
+        logits = network((data.pixels.float() - 127) / 70)
+    loss, accuracy = evaluate(network, data, batch_size=7, group=ALONE)
+    assert loss == pytest.approx(nn.functional.cross_entropy(logits, data.labels).item(), rel=1e-6)
+    assert accuracy == pytest.approx(100 * (logits.argmax(1) == data.labels).double().mean().item())
+
+
+def row(epoch: int, accuracy: float) -> Epoch:
+    return Epoch(
+        epoch=epoch, learning_rate=0, train_loss=0, train_accuracy=accuracy, test_loss=0, test_accuracy=0, seconds=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "tau", "reason"),
+    [
+        ([], 90.0, ""),
+        ([50.0, 89.9], 90.0, ""),
+        ([50.0, 90.0], 90.0, ""),  # Algorithm 1 goes on while accuracy ≤ τ
+        ([50.0, 90.1], 90.0, "accuracy"),
+        ([50.0, 90.1, 80.0], 90.0, "epochs"),
+        ([50.0, 60.0, 95.0], 90.0, "accuracy"),
+        ([99.0, 100.0], 100.0, ""),  # 100 means never
+        ([99.0, 100.0, 100.0], 100.0, "epochs"),
+        ([0.5], 0.0, "accuracy"),
+    ],
+)
+def test_the_phase_ends_once_training_accuracy_is_above_tau(accuracies: list[float], tau: float, reason: str) -> None:
+    curve = [row(i + 1, accuracy) for i, accuracy in enumerate(accuracies)]
+    assert reason_to_stop(a_run(epochs=3, stop_accuracy=tau), curve) == reason
+
+
+def test_a_run_ends_at_the_epoch_that_passes_tau_and_says_so(tmp_path: Path) -> None:
+    record = train_here(small_network(), tmp_path, a_run(epochs=50, stop_accuracy=60.0))
+    assert record.stopped_by == "accuracy"
+    assert record.curve[-1].train_accuracy > 60
+    assert all(earlier.train_accuracy <= 60 for earlier in record.curve[:-1])
+    assert len(record.curve) < 50
+
+
+def test_equal_seeds_give_equal_bytes_and_other_seeds_other_ones(tmp_path: Path) -> None:
+    augment = Augment(padding=1, flip=True, cutout=2)
+    ends = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        network = small_network(batch_norm=True, dropout=0.3)
+        (tmp_path / name).mkdir()
+        train_here(network, tmp_path / name, a_run(seed=seed), augment)
+        ends.append(weights_of(network))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_a_run_taken_up_at_any_epoch_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    augment = Augment(padding=1, flip=True, cutout=2)
+    whole = small_network(batch_norm=True, dropout=0.3)
+    (tmp_path / "whole").mkdir()
+    reference = train_here(whole, tmp_path / "whole", augment=augment)
+    for stop in (1, 2):
+        folder = tmp_path / f"stopped_{stop}"
+        folder.mkdir()
+        run = a_run()
+        train_here(small_network(batch_norm=True, dropout=0.3), folder, replace(run, epochs=stop), augment)
+        network = small_network(batch_norm=True, dropout=0.3)
+        resumed = train_here(network, folder, run, augment)
+        assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), network.state_dict().values(), strict=True))
+        assert [r.train_loss for r in resumed.curve] == [r.train_loss for r in reference.curve]
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_step_and_leaves_the_last_snapshot(tmp_path: Path) -> None:
+    run = replace(a_run(), learning_rate=lambda epoch: 0.05 if epoch < 1 else 1e30)
+    network = small_network()
+    with pytest.raises(SwapError, match=r"phase1: loss or gradient is not finite at epoch 2, step [23]; .*peak_lr"):
+        train_here(network, tmp_path, run)
+    assert [path.name for path in tmp_path.glob("snapshot_*")] == ["snapshot_000001.safetensors"]
+    assert torch.isfinite(weights_of(network)).all()
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SwapError, match=r"phase1\.batch_size is 64, more than the 40 training images"):
+        train_here(small_network(), tmp_path, replace(a_run(), batch_size=64))
+
+
+TWO_RANKS = """
+import sys; sys.path.insert(0, {tests!r})
+import json
+from dataclasses import replace
+from pathlib import Path
+import torch
+from test_training import COMPUTE, NESTEROV, a_run, random_images, small_network, weights_of
+from swap_pipeline.distributed import process_group
+from swap_pipeline.params import Augment
+from swap_pipeline.progress import Reporter
+from swap_pipeline.training import train
+
+def go(network, folder, epochs=3):
+    folder.mkdir(exist_ok=True)
+    return train(
+        replace(a_run(), epochs=epochs), network, train_images=random_images(), test_images=random_images(20, seed=9),
+        augment=Augment(padding=1, flip=True, cutout=2), optimizer=NESTEROV, compute=COMPUTE, group=group,
+        snapshots=folder, reporter=Reporter(name="test", total=3, folder=None, is_main=False))
+
+with process_group() as group:
+    root = Path({folder!r}) / str(group.world_size)
+    root.mkdir(exist_ok=True)
+    network = small_network()
+    record = go(network, root / "plain")
+    normed = small_network(batch_norm=True)
+    go(normed, root / "whole")
+    go(small_network(batch_norm=True), root / "stopped", epochs=1)
+    group.wait()
+    resumed = small_network(batch_norm=True)
+    go(resumed, root / "stopped")
+    same = all(torch.equal(a, b) for a, b in zip(normed.state_dict().values(), resumed.state_dict().values()))
+    if group.is_main:
+        print(json.dumps({{
+            "weights": weights_of(network).tolist(),
+            "curve": [[r.train_loss, r.train_accuracy, r.test_loss, r.test_accuracy] for r in record.curve],
+            "resumed_is_the_same": same,
+        }}))
+"""
+
+
+@pytest.fixture(scope="module")
+def by_world_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, object]]:
+    """The same training as one process and as two gloo ranks, started by torchrun."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = folder / "job.py"
+    script.write_text(textwrap.dedent(TWO_RANKS.format(tests=str(ROOT / "tests"), folder=str(folder))))
+    results = {}
+    for world_size in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(world_size), str(script)]
+        environment = {**os.environ, "SWAP_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        results[world_size] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def test_two_ranks_equal_one_process_with_the_same_global_batch(by_world_size: dict[int, dict[str, object]]) -> None:
+    one, two = by_world_size[1], by_world_size[2]
+    torch.testing.assert_close(torch.tensor(two["weights"]), torch.tensor(one["weights"]), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(two["curve"]), torch.tensor(one["curve"]), rtol=1e-4, atol=1e-5)
+
+
+def test_two_ranks_that_are_resumed_end_in_the_same_bytes(by_world_size: dict[int, dict[str, object]]) -> None:
+    assert by_world_size[2]["resumed_is_the_same"] is True
