@@ -51,7 +51,10 @@ def _mean(files: Sequence[TensorFile], key: str) -> torch.Tensor:
                 f"train this worker again, with a lower peak_lr if it happens again"
             )
         total += tensor
-    return total.div_(len(files)).to(first.dtype)
+    mean = total.div_(len(files)).to(first.dtype)
+    if not torch.isfinite(mean).all():
+        raise SwapError(f"the mean of tensor {key!r} is too large for {_words(first.dtype)}: these workers diverged")
+    return mean
 
 
 def _check_alike(files: Sequence[TensorFile]) -> None:

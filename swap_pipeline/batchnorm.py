@@ -112,6 +112,7 @@ def recompute_statistics(
         network.eval()
         for layer in layers:
             layer.train()
+            layer.reset_running_stats()  # whatever stood there, NaN included, must leave no trace
             layer.momentum = 1.0
         for batch in batches:
             network(batch)

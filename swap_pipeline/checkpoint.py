@@ -8,6 +8,7 @@ when the tensor is read and not when the model is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -139,7 +140,9 @@ class TensorFile:
             metadata = self._file.metadata() or {}
         except FileNotFoundError:
             raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+        except OSError as error:
+            raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
+        except (SafetensorError, KeyError, ValueError) as error:
             raise _damaged(path, str(error)) from None
         if METADATA_KEY not in metadata:
             raise SwapError(f"{path} was not written by this pipeline: it has no {METADATA_KEY!r} entry in its header")
@@ -222,7 +225,8 @@ def read_snapshot(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]
             return read_tensors(path)
         except SwapError as error:
             aside = path.with_suffix(".damaged")
-            path.replace(aside)
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                path.replace(aside)
             print(f"warning: {error}; set aside as {aside.name}, going on from the one before it", flush=True)
     return None
 

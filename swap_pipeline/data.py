@@ -32,16 +32,19 @@ def read_meta(folder: Path) -> Meta:
     try:
         tree = read_json(path)
         channels, height, width = tree["shape"]
-        return Meta(
+        meta = Meta(
             classes=tuple(str(name) for name in tree["classes"]),
             shape=(int(channels), int(height), int(width)),
             mean=tuple(float(value) for value in tree["mean"]),
             std=tuple(float(value) for value in tree["std"]),
         )
+    except SwapError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, SwapError):
-            raise
         raise SwapError(f"{path} is damaged ({error!r}): delete it and run `dvc repro`") from None
+    if not len(meta.mean) == len(meta.std) == channels:
+        raise SwapError(f"{path} is damaged (mean, std and shape do not agree): delete it and run `dvc repro`")
+    return meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,8 @@ def read_images(folder: Path, split: str, device: torch.device) -> Images:
     pixels, labels = file.read("images"), file.read("labels")
     if pixels.dtype != torch.uint8 or tuple(pixels.shape[1:]) != meta.shape or len(pixels) != len(labels):
         raise SwapError(f"{path} does not fit {folder / 'meta.json'}: delete both and run `dvc repro`")
+    if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= len(meta.classes):
+        raise SwapError(f"{path} is empty or has labels without a class: delete it and run `dvc repro`")
 
     def constant(values: tuple[float, ...]) -> torch.Tensor:
         return (torch.tensor(values, dtype=torch.float32) * 255).view(1, -1, 1, 1).to(device)

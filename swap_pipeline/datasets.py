@@ -28,12 +28,12 @@ class Source:
 
 def fashion_mini() -> Source:
     """10,000 training images (1,000 a class) and the whole test set of Fashion-MNIST, kept in this repository."""
-    file = TensorFile(FASHION_MINI)
     keys = ("train_images", "train_labels", "test_images", "test_labels")
-    missing = [key for key in keys if key not in file.layout]
-    if missing or "classes" not in file.info:
-        raise SwapError(f"{FASHION_MINI} is not the file that it should be: `git checkout {FASHION_MINI}`")
-    return Source(classes=tuple(file.info["classes"]), **{key: file.read(key) for key in keys})
+    try:
+        file = TensorFile(FASHION_MINI)
+        return Source(classes=tuple(file.info["classes"]), **{key: file.read(key) for key in keys})
+    except (SwapError, KeyError):
+        raise SwapError(f"{FASHION_MINI} is missing or damaged: `git checkout {FASHION_MINI}` brings it back") from None
 
 
 DATA_SETS: dict[str, Callable[[], Source]] = {"fashion-mini": fashion_mini}

@@ -24,9 +24,19 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             if durable:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
+        if durable:
+            _sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:

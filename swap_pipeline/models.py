@@ -85,8 +85,11 @@ def load_model(path: str | Path) -> nn.Module:
     """
     path = Path(path)
     info = TensorFile(path).info
-    if "model" not in info:
+    description = info.get("model")
+    if not isinstance(description, dict):
         raise SwapError(f"{path} is not a checkpoint of a network: its header does not describe one")
-    network = new_network(info["model"], seed=0)
+    if description.get("name") not in NETWORKS:
+        raise SwapError(f"{path} holds a network {description.get('name')!r}, which this version does not know")
+    network = new_network(description, seed=0)
     load_weights(network, path)
     return network.eval()

@@ -34,8 +34,4 @@ class PiecewiseLinear:
 
 def warmup_then_decay(*, peak: float, warmup_epochs: float, epochs: float) -> PiecewiseLinear:
     """From 0 up to `peak` at `warmup_epochs`, then down to 0 at `epochs`; with no warm-up it starts at the peak."""
-    if warmup_epochs == 0:
-        return PiecewiseLinear((0, epochs), (peak, 0))
-    if warmup_epochs == epochs:
-        return PiecewiseLinear((0, epochs), (0, peak))
     return PiecewiseLinear((0, warmup_epochs, epochs), (0, peak, 0))

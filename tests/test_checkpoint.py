@@ -285,7 +285,7 @@ def complaint_about(path: Path) -> str:
 
 
 @pytest.mark.parametrize("where", ["length", "metadata", "header", "data"])
-@pytest.mark.parametrize("flipped_bits", [0x01, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0x80, 0xFF])
+@pytest.mark.parametrize("flipped_bits", [0x01, 0x04, 0x0F, 0x20, 0x40, 0xFF])
 def test_a_change_of_any_single_byte_is_refused_in_one_line_that_names_the_file(
     tmp_path: Path, where: str, flipped_bits: int
 ) -> None:
@@ -335,6 +335,22 @@ def test_two_tensors_that_changed_places_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(SwapError, match="tensor 'a' does not match its digest"):
         read_tensors(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"F32","shape":[2,2]', b'"I32","shape":[2,2]'), (b'"shape":[2,2]', b'"shape":[4,1]')]
+)
+def test_a_header_that_gives_a_tensor_another_type_or_shape_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
+    path = tmp_path / "x.safetensors"
+    small_file(path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(old, new))
+
+    with pytest.raises(SwapError, match="its header does not match its digest"):
+        read_tensors(path)
+
+    assert content.count(old) == 1
+    assert load_file(path)["weight"].shape == ((4, 1) if b"[4,1]" in new else (2, 2))
 
 
 def test_a_damaged_tensor_is_named_and_the_others_can_still_be_read(tmp_path: Path) -> None:
@@ -520,10 +536,12 @@ def test_when_every_snapshot_is_damaged_there_is_none(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["snapshot_000004.damaged", "snapshot_000005.damaged"]
 
 
-def test_ranks_that_meet_a_damaged_snapshot_together_all_go_on_from_the_one_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attempt", range(20))
+def test_ranks_that_meet_a_damaged_snapshot_together_all_go_on_from_the_one_before_it(
+    tmp_path: Path, attempt: int
+) -> None:
     num_ranks = 4
-    write_snapshot(tmp_path, 1, {"x": torch.full((2_000_000,), 1.0)}, {"epoch": 1})
-    write_snapshot(tmp_path, 2, {"x": torch.full((2_000_000,), 2.0)}, {"epoch": 2})
+    write_snapshots(tmp_path, [1, 2])
     damage(tmp_path / "snapshot_000002.safetensors")
     together = Barrier(num_ranks)
 

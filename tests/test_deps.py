@@ -24,7 +24,7 @@ def imported_modules(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("swap_pipeline"):
-            package, _, module = node.module.partition(".")
+            module = node.module.partition(".")[2]
             found |= {module} if module else {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("swap_pipeline.")}

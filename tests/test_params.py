@@ -46,7 +46,11 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
     [
         ("phase2.peek_lr", 0.1, "phase2.peek_lr is not a known parameter: did you mean peak_lr?"),
         ("phase4", {}, "phase4 is not a known parameter: did you mean phase"),
-        ("phase1.batch_size", "480", "phase1.batch_size is '480', but must be a whole number (write it without quotes)"),
+        (
+            "phase1.batch_size",
+            "480",
+            "phase1.batch_size is '480', but must be a whole number (write it without quotes)",
+        ),
         ("phase1.batch_size", 1.5, "phase1.batch_size is 1.5, but must be a whole number"),
         ("phase1.batch_size", True, "phase1.batch_size is True, but must be a whole number"),
         ("phase1.batch_size", 0, "phase1.batch_size is 0, but must be at least 1"),

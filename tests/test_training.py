@@ -181,7 +181,9 @@ def test_a_run_taken_up_at_any_epoch_ends_in_the_same_bytes(tmp_path: Path) -> N
         train_here(small_network(batch_norm=True, dropout=0.3), folder, replace(run, epochs=stop), augment)
         network = small_network(batch_norm=True, dropout=0.3)
         resumed = train_here(network, folder, run, augment)
-        assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), network.state_dict().values(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(whole.state_dict().values(), network.state_dict().values(), strict=True)
+        )
         assert [r.train_loss for r in resumed.curve] == [r.train_loss for r in reference.curve]
 
 

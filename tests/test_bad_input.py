@@ -1,0 +1,142 @@
+"""Whatever a user gets wrong: one line on standard error, exit code 1, nothing half-written."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Project
+
+from swap_pipeline.checkpoint import read_tensors, write_tensors
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.startswith("error: "), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def outs(project: Project, stage: str) -> list[str]:
+    """Files that a stage left where DVC looks for them."""
+    return sorted(str(path) for path in (project.root / "checkpoints" / stage).rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("values", "environment", "words"),
+    [
+        ({"phase1.batchsize": 4}, {}, ["params.yaml: phase1.batchsize", "did you mean batch_size?"]),
+        ({"phase1.batch_size": "24"}, {}, ["params.yaml: phase1.batch_size", "whole number"]),
+        ({"phase1.peak_lr": -1.0}, {}, ["params.yaml: phase1.peak_lr", "above 0"]),
+        ({"workers.seeds": [3, 3]}, {}, ["params.yaml: workers.seeds", "more than once"]),
+        ({"workers.seeds": []}, {}, ["params.yaml: workers.seeds", "empty"]),
+        ({"phase1.batch_size": 25}, {"SWAP_NPROC": "2"}, ["phase1.batch_size is 25", "2 processes", "SWAP_NPROC to 1"]),
+        ({}, {"SWAP_NPROC": "two"}, ["SWAP_NPROC is 'two'", "whole number"]),
+        ({}, {"SWAP_DEVICE": "gpu"}, ["SWAP_DEVICE is 'gpu'", "choose cpu or cuda"]),
+    ],
+)
+def test_bad_settings_end_phase_1_before_anything_starts(
+    finished: Project, values: dict[str, Any], environment: dict[str, str], words: list[str]
+) -> None:
+    before = outs(finished, "phase1")
+    finished.set_params(values)
+    assert_one_line(finished.stage("phase1", **environment), *words)
+    assert outs(finished, "phase1") == before
+    assert finished.trained("phase1") == 1
+
+
+def test_a_missing_key_is_named(finished: Project) -> None:
+    path = finished.root / "params.yaml"
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if "nesterov" not in line))
+    assert_one_line(finished.stage("phase1"), "optimizer.nesterov is missing")
+
+
+def test_under_dvc_the_line_is_shown_and_the_stage_fails(finished: Project) -> None:
+    finished.set_params({"phase2.peak_lr": "fast"})
+    done = finished.run("dvc", "repro", check=False)
+    assert done.returncode != 0
+    assert "error: params.yaml: phase2.peak_lr is 'fast', but must be a number" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_data_set_or_network_lists_the_known_ones(finished: Project) -> None:
+    finished.set_params({"data.name": "fashion-minni"})
+    assert_one_line(finished.stage("prepare"), "data.name is 'fashion-minni'", "fashion-mini")
+    finished.set_params({"data.name": "fashion-mini", "model.name": "resnet99"})
+    assert_one_line(finished.stage("phase1"), "model.name is 'resnet99'", "resnet9")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "damages"),
+    [
+        ("prepare", "data/fashion-mini.safetensors", [flip_a_bit, cut, Path.unlink]),
+        ("phase1", "data/prepared/train.safetensors", [flip_a_bit, cut, Path.unlink]),
+        ("phase1", "data/prepared/meta.json", [cut, Path.unlink]),
+        ("phase3", "checkpoints/phase2/seed_1/model.safetensors", [flip_a_bit, cut, Path.unlink]),
+    ],
+)
+def test_a_missing_or_damaged_file_is_named(
+    finished: Project, stage: str, file: str, damages: list[Callable[[Path], object]]
+) -> None:
+    path = finished.root / file
+    path.chmod(0o644)
+    before = [out for out in outs(finished, stage) if out != str(path)]
+    for damage in damages:
+        damage(path)
+        assert_one_line(finished.stage(stage), file)
+    assert [out for out in outs(finished, stage) if out != str(path)] == before
+
+
+def test_a_checkpoint_of_another_network_is_named_with_the_tensor_that_differs(finished: Project) -> None:
+    finished.set_params({"model.width": 3})
+    done = finished.stage("phase2", "--seed", "0")
+    assert_one_line(done, "checkpoints/phase1/model.safetensors belongs to another network", "stem.0.weight")
+
+
+def test_a_worker_of_another_network_does_not_enter_the_average(finished: Project) -> None:
+    path = finished.root / "checkpoints/phase2/seed_1/model.safetensors"
+    tensors, info = read_tensors(path)
+    write_tensors(path, {key: tensor for key, tensor in tensors.items() if key != "head.weight"}, info)
+    assert_one_line(finished.stage("phase3"), "seed_1/model.safetensors has no tensor 'head.weight'")
+
+
+def test_a_worker_with_nan_does_not_enter_the_average(finished: Project) -> None:
+    path = finished.root / "checkpoints/phase2/seed_1/model.safetensors"
+    tensors, info = read_tensors(path)
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    tensors["head.weight"][0, 0] = float("nan")
+    write_tensors(path, tensors, info)
+    assert_one_line(finished.stage("phase3"), "seed_1/model.safetensors: tensor 'head.weight' contains NaN")
+
+
+def test_a_diverging_phase_says_where_and_what_to_do(finished: Project) -> None:
+    finished.set_params({"phase1.peak_lr": 1e30})
+    before = outs(finished, "phase1")
+    assert_one_line(finished.stage("phase1"), "phase1: loss or gradient is not finite at epoch", "peak_lr")
+    assert outs(finished, "phase1") == before
+
+
+def test_a_worker_larger_than_the_machine_is_refused(finished: Project) -> None:
+    finished.set_params({"phase2.gpus_per_worker": 4, "phase2.batch_size": 12})
+    done = finished.stage("phase2", "--seed", "0", SWAP_SLOTS="2")
+    assert_one_line(done, "phase2.gpus_per_worker is 4, but this machine has 2 CPU cores")
+
+
+def test_a_python_without_the_packages_is_told_to_activate_the_environment(finished: Project) -> None:
+    launcher = finished.root / "swap_pipeline" / "params.py"
+    launcher.write_text(launcher.read_text().replace("from ruamel.yaml import YAML", "from ruamel_gone import YAML"))
+    assert_one_line(finished.stage("phase1"), "has no package 'ruamel_gone'", "activate")
