@@ -51,12 +51,12 @@ def test_without_warm_up_the_first_step_has_the_peak_rate() -> None:
     assert rates == close([0.1, 0.075, 0.05, 0.025, 0])
 
 
-def test_a_warm_up_over_the_whole_run_ends_at_the_peak() -> None:
+def test_a_warm_up_over_the_whole_run_rises_until_its_last_step() -> None:
     rate = warmup_then_decay(peak=0.2, warmup_epochs=4, epochs=4)
 
-    rates = [rate(epoch) for epoch in (0, 1, 2, 3, 4)]
+    rates = [rate(epoch) for epoch in (0, 1, 2, 3, 3.75)]
 
-    assert rates == close([0, 0.05, 0.1, 0.15, 0.2])
+    assert rates == close([0, 0.05, 0.1, 0.15, 0.1875])
 
 
 def test_outside_its_knots_a_schedule_keeps_the_nearest_value() -> None:
