@@ -166,6 +166,7 @@ def pending_seeds(stage: str, seeds: Sequence[int], *, asked: int) -> list[int]:
     """
     if "DVC_STAGE" not in os.environ or os.environ.get("SWAP_FANOUT") == "0":
         return []
+    from dvc.lock import LockError
     from dvc.repo import Repo
     from dvc.stage.cache import RunCacheNotFoundError
     from dvc_data.hashfile.hash_info import HashInfo
@@ -183,9 +184,13 @@ def pending_seeds(stage: str, seeds: Sequence[int], *, asked: int) -> list[int]:
             return True
         return False
 
-    with _quiet_dvc(), Repo() as repo, repo.lock:
-        instances = {seed: repo.stage.load_one(name=f"{stage}@{seed}") for seed in seeds if seed != asked}
-        return [seed for seed, instance in instances.items() if would_run(instance)]
+    try:
+        with _quiet_dvc(), Repo() as repo, repo.lock:
+            instances = {seed: repo.stage.load_one(name=f"{stage}@{seed}") for seed in seeds if seed != asked}
+            return [seed for seed, instance in instances.items() if would_run(instance)]
+    except LockError:
+        # Another dvc is at work in this checkout. To train alone is slower, but never wrong.
+        return []
 
 
 @contextlib.contextmanager
