@@ -1,0 +1,12 @@
+"""The pipeline's stages, one module each: `python -m stages.<name>` from the project's root."""
+
+import importlib.util
+import sys
+
+# DVC starts a stage with whatever `python` is first on PATH; without the project's packages it could not even say so.
+for _top in ("click", "ruamel", "torch"):
+    if importlib.util.find_spec(_top) is None:
+        sys.exit(
+            f"error: {sys.executable} has no package {_top!r}: activate the project's environment "
+            f"(`source .venv/bin/activate`), or `make run`, which does that for you"
+        )

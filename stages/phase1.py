@@ -1,6 +1,6 @@
-"""Phase 1 of SWAP: all devices train one model with large batches, until its training accuracy passes τ.
+"""torchrun --standalone --nproc-per-node 2 -m stages.phase1
 
-    torchrun --standalone --nproc-per-node 2 -m stages.phase1
+Phase 1 of SWAP: all devices train one model with large batches, until its training accuracy passes τ.
 
 `python -m stages.phase1`, as DVC calls it, checks the params and starts the line above on all devices.
 """
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.launch import collects, is_rank, job_of_rank, job_on_all_devices, run_one, run_stage
+from swap_pipeline.launch import job_on_all_devices, run_one
 from swap_pipeline.params import Params, read_params
+from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
 from swap_pipeline.scratch import JobFolder
 
 
@@ -39,6 +40,7 @@ def train_phase1(params: Params, folder: JobFolder) -> None:
     run_training_job(
         Run(
             name="phase1",
+            section="phase1",
             seed=derive_seed("phase1", phase.seed),
             batch_size=phase.batch_size,
             epochs=phase.max_epochs,

@@ -1,6 +1,6 @@
-"""Phase 2 of SWAP: a worker refines phase 1's model with small batches, in a data order of its own.
+"""torchrun --standalone --nproc-per-node 1 -m stages.phase2 --seed 3
 
-    torchrun --standalone --nproc-per-node 1 -m stages.phase2 --seed 3
+Phase 2 of SWAP: a worker refines phase 1's model with small batches, in a data order of its own.
 
 `python -m stages.phase2 --seed 3`, as DVC calls it, starts the line above, and beside it every other seed of
 `workers.seeds` that DVC would have to train, in parallel over the devices; their turn then finds the work done.
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.launch import collects, is_rank, job_of_rank, pending_seeds, run_fan_out, run_stage, worker_job
+from swap_pipeline.launch import pending_seeds, run_fan_out, worker_job
 from swap_pipeline.params import Params, read_params
+from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
 from swap_pipeline.scratch import JobFolder
 
 
@@ -52,6 +53,7 @@ def train_worker(params: Params, seed: int, folder: JobFolder) -> None:
     run_training_job(
         Run(
             name=f"phase2 seed {seed}",
+            section="phase2",
             seed=derive_seed("phase2", seed),
             batch_size=phase.batch_size,
             epochs=phase.epochs,

@@ -1,6 +1,6 @@
-"""Phase 3 of SWAP: the mean of the workers' weights, with batch-norm statistics of its own.
+"""torchrun --standalone --nproc-per-node 2 -m stages.phase3
 
-    torchrun --standalone --nproc-per-node 2 -m stages.phase3
+Phase 3 of SWAP: the mean of the workers' weights, with batch-norm statistics of its own.
 
 `python -m stages.phase3`, as DVC calls it, checks the params and starts the line above on all devices.
 """
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.launch import collects, is_rank, job_of_rank, job_on_all_devices, run_one, run_stage
+from swap_pipeline.launch import job_on_all_devices, run_one
 from swap_pipeline.params import Params, read_params
+from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
 from swap_pipeline.scratch import JobFolder, remove_unlisted
 
 
@@ -38,11 +39,15 @@ def average_workers(params: Params, folder: JobFolder) -> None:
     from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
     from swap_pipeline.checkpoint import load_weights
     from swap_pipeline.distributed import process_group
+    from swap_pipeline.progress import Reporter
     from swap_pipeline.training import evaluate, set_up, write_result
     from swap_pipeline.training_job import open_data, prepare_network
 
     phase, seeds = params.phase3, sorted(params.workers.seeds)
     with process_group() as group, folder.writer(is_main=group.is_main):
+        if group.main_says(folder.is_complete):
+            return
+        reporter = Reporter(name="phase3", total=3, folder=folder.path, is_main=group.is_main)
         meta, train_images, test_images = open_data(group)
         network, header = prepare_network(params.model, meta, seed=0)
         mean = folder.path / "mean.safetensors"
@@ -51,6 +56,7 @@ def average_workers(params: Params, folder: JobFolder) -> None:
         if group.is_main:
             average_files([Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in seeds], mean, {})
         group.wait()
+        reporter.done(1, f"averaged {len(seeds)} models")
         load_weights(network, mean)
         set_up(network, params.compute, group)
         augment = params.data.augment if phase.augment else None
@@ -58,12 +64,15 @@ def average_workers(params: Params, folder: JobFolder) -> None:
             train_images, batch_size=phase.batch_size, seed=phase.seed, augment=augment, group=group
         )
         layers = recompute_statistics(network, batches, variance=phase.variance, group=group)
+        group.finish_queued_work()
         seconds = time.perf_counter() - began
-        loss, accuracy = evaluate(network, test_images, batch_size=params.compute.eval_batch_size, group=group)
+        reporter.done(
+            2, f"statistics of {layers} batch-norm layers" if layers else "no batch-norm statistics to compute"
+        )
+        loss, accuracy = evaluate(network, test_images, group=group)
+        reporter.done(3, f"test {accuracy:.2f} %  loss {loss:.4f}  {seconds:.1f} s")
         if group.is_main:
-            print(f"phase3: averaged {len(seeds)} models", end="; ")
-            print(f"statistics of {layers} batch-norm layers" if layers else "no batch-norm statistics to compute")
-            print(f"phase3: test {accuracy:.2f} %  loss {loss:.4f}  {seconds:.1f} s", flush=True)
+            mean.unlink()
             record = {"test_accuracy": accuracy, "test_loss": loss, "seconds": seconds, "devices": group.describe()}
             write_result(folder, network, {**header, "phase": "phase3", "seeds": seeds}, record)
 

@@ -1,6 +1,6 @@
-"""Prepare the data set that `data.name` names: `data/prepared/`.
+"""python -m stages.prepare
 
-python -m stages.prepare
+Prepare the data set that `data.name` names: `data/prepared/`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.launch import run_stage
 from swap_pipeline.params import read_params
+from swap_pipeline.ranks import run_stage
 
 
 @click.command(help=__doc__)

@@ -1,6 +1,6 @@
-"""Merge what the phases recorded into `metrics/swap.json`, `plots/curves.csv` and `report/`, and print the result.
+"""python -m stages.report
 
-python -m stages.report
+Merge what the phases recorded into `metrics/swap.json`, `plots/curves.csv` and `report/`, and print the result.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.launch import run_stage
 from swap_pipeline.params import read_params
+from swap_pipeline.ranks import run_stage
 
 
 @click.command(help=__doc__)

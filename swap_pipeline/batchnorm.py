@@ -27,22 +27,23 @@ def batches_of_rank(
     Which images make up a batch depends on `batch_size` and `seed` alone; the last batch may be short.
     """
     size = (images.pixels.shape[2], images.pixels.shape[3])
-    random = {"padding": augment.padding, "cutout": augment.cutout} if augment else {}
+    padding, flip, cutout = (augment.padding, augment.flip, augment.cutout) if augment else (0, False, 0)
     choices = draw_epoch(
         seed=seed,
         epoch=0,
         num_images=len(images),
         image_size=size,
-        flip=augment.flip if augment else False,
+        padding=padding,
+        flip=flip,
+        cutout=cutout,
         device=group.device,
-        **random,
     )
     edges = list(range(0, len(images), batch_size))
     if len(images) - edges[-1] == 1 and len(edges) > 1:
         edges.pop()  # one image has no variance: it joins the batch before it
     for index in range(group.rank, len(edges), group.world_size):
         end = edges[index + 1] if index + 1 < len(edges) else len(images)
-        yield make_batch(images, choices, slice(edges[index], end), **random)[0]
+        yield make_batch(images, choices, slice(edges[index], end), padding=padding, cutout=cutout)[0]
 
 
 class _Moments:

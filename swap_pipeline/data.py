@@ -153,12 +153,18 @@ def check_augment(*, padding: int, cutout: int, image_size: tuple[int, int]) -> 
 
 
 def make_batch(
-    images: Images, choices: EpochChoices, positions: slice, *, padding: int = 0, cutout: int = 0
+    images: Images,
+    choices: EpochChoices,
+    positions: slice,
+    *,
+    padding: int = 0,
+    cutout: int = 0,
+    channels_last: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normalised, augmented images at `positions` of the epoch, and their labels.
 
-    Reflection, crop and flip are one gather: for every pixel of the batch, where it is read from. The result is
-    N×C×H×W, stored channels-last.
+    Reflection, crop and flip are one gather: for every pixel of the batch, where it is read from. It comes out
+    channels-last by itself.
     """
     chosen = choices.order[positions]
     _, channels, height, width = images.pixels.shape
@@ -169,7 +175,7 @@ def make_batch(
     plane = chosen[:, None, None] * (channels * height * width) + rows[:, :, None] * width + columns[:, None, :]
     offsets = torch.arange(channels, device=plane.device) * (height * width)
     pixels = images.pixels.reshape(-1)[plane[..., None] + offsets].permute(0, 3, 1, 2)
-    batch = images.normalise(pixels)
+    batch = images.normalise(pixels if channels_last else pixels.contiguous())
     if cutout:
         assert choices.cut_top is not None and choices.cut_left is not None
         hidden_rows = _inside(height, choices.cut_top[positions], cutout)

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from swap_pipeline.environment import device_type, timeout_minutes
 from swap_pipeline.errors import SwapError
 
 
@@ -42,6 +43,16 @@ class Group:
         if self.world_size > 1:
             dist.barrier()
 
+    def main_says(self, verdict: bool) -> bool:
+        """The main rank's answer to a question, for all ranks to act on."""
+        answer = torch.tensor(float(verdict and self.is_main), device=self.device)
+        return bool(self.sum(answer).item())
+
+    def finish_queued_work(self) -> None:
+        """Wait for this rank's GPU, so that a clock can be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
 
 @contextlib.contextmanager
 def process_group() -> Iterator[Group]:
@@ -54,11 +65,11 @@ def process_group() -> Iterator[Group]:
     if world_size == 1:
         yield group
         return
-    minutes = float(os.environ.get("SWAP_TIMEOUT_MINUTES", "30"))
+    timeout = timedelta(minutes=timeout_minutes())
     if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timedelta(minutes=minutes), device_id=device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=minutes))
+        dist.init_process_group("gloo", timeout=timeout)
     # After an error, NCCL would wait here for ranks that may be gone; torchrun ends them all.
     clean = device.type != "cuda"
     try:
@@ -70,11 +81,8 @@ def process_group() -> Iterator[Group]:
 
 
 def _device(local_rank: int) -> torch.device:
-    wanted = os.environ.get("SWAP_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted == "cpu":
+    if device_type(has_gpu=torch.cuda.is_available()) == "cpu":
         return torch.device("cpu")
-    if wanted != "cuda":
-        raise SwapError(f"SWAP_DEVICE is {wanted!r}: choose cpu or cuda")
     if local_rank >= torch.cuda.device_count():
         raise SwapError(
             f"rank {local_rank} has no GPU, only {torch.cuda.device_count()} can be seen: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -65,7 +66,6 @@ class Compute:
 
     channels_last: bool = knob("memory layout of images and weights; usually the faster one")
     deterministic: bool = knob("only algorithms that give the same bytes each time, also on GPUs, where it costs speed")
-    eval_batch_size: int = knob("images per device in one forward pass of an evaluation", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ def _parse(kind: Any, value: Any, *, key: str, limits: Mapping[str, Any] = types
     if origin is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            raise SwapError(f"{key} is {value!r}: choose one of {', '.join(choices)}{_closest(value, choices)}")
+            raise SwapError(f"{key} is {value!r}: choose one of {', '.join(choices)}")
         return value
     if origin is tuple:
         if not isinstance(value, list):
@@ -225,7 +225,7 @@ def _parse_scalar(kind: type, value: Any, *, key: str, limits: Mapping[str, Any]
     if kind is str or kind is bool:
         return value
     assert isinstance(value, int | float)
-    if not math.isfinite(value):
+    if abs(value) > sys.float_info.max or math.isnan(value):
         raise SwapError(f"{key} is {value!r}, but must be finite")
     minimum, above, maximum = limits.get("minimum"), limits.get("above"), limits.get("maximum")
     if minimum is not None and value < minimum:
@@ -240,3 +240,13 @@ def _parse_scalar(kind: type, value: Any, *, key: str, limits: Mapping[str, Any]
 def _closest(name: Any, known: Any) -> str:
     matches = difflib.get_close_matches(str(name), list(known), n=1)
     return f": did you mean {matches[0]}?" if matches else f" (known: {', '.join(known)})"
+
+
+def check_divisible(key: str, batch_size: int, processes: int, *, remedy: str) -> None:
+    """A global batch is shared equally by the processes; `remedy` tells what else could be changed."""
+    if batch_size % processes:
+        best = max(n for n in range(1, processes + 1) if batch_size % n == 0)
+        raise SwapError(
+            f"params.yaml: {key} is {batch_size}, which {processes} processes cannot share equally: "
+            f"choose a multiple of {processes}, or {remedy} {best}"
+        )

@@ -7,7 +7,6 @@ passes the lines on elsewhere; it may run on another machine than the rank, as l
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
+
+from swap_pipeline.files import atomic_write
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -32,6 +33,7 @@ class Reporter:
         self._path = folder / PROGRESS_FILE if folder and is_main else None
         self._is_main = is_main
         self._next = 0.0
+        self._line = ""
 
     def step(self, epoch: int, step: int, steps: int) -> None:
         """Called at every step; writes about twice a second."""
@@ -44,18 +46,15 @@ class Reporter:
         if not self._is_main:
             return
         print(f"{self._name}: {line}", flush=True)
+        self._line = line
         if self._path is not None:
-            self._write(amount, line)
+            self._write(amount)
 
-    def _write(self, amount: float, line: str | None = None) -> None:
+    def _write(self, amount: float) -> None:
         assert self._path is not None
         self._next = time.monotonic() + 0.5
-        if line is not None:
-            self._line = line
-        text = json.dumps({"amount": amount, "total": self._total, "line": getattr(self, "_line", "")})
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self._path)
+        with atomic_write(self._path, durable=False) as file:
+            file.write(json.dumps({"amount": amount, "total": self._total, "line": self._line}).encode())
 
 
 @dataclass
@@ -71,6 +70,7 @@ class Display:
 
     stream: TextIO = field(default_factory=lambda: sys.stdout)
     _watched: dict[str, _Watched] = field(default_factory=dict)
+    _said: set[str] = field(default_factory=set)
     _bars: Progress | None = None
 
     @contextmanager
@@ -100,6 +100,11 @@ class Display:
             self._bars.console.print(text, highlight=False, markup=False)
         else:
             print(text, file=self.stream, flush=True)
+
+    def say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
     def watch(self, name: str, folder: Path) -> None:
         """Follow the job in `folder` from now on; logs of earlier attempts must be gone by now."""

@@ -31,15 +31,20 @@ def scratch_root() -> Path:
     return Path(os.environ.get("DVC_ROOT", ".")) / ".swap"
 
 
-def fingerprint(
-    stage: str, *, item: Mapping[str, Any], facts: Mapping[str, Any], dvc_file: Path = Path("dvc.yaml")
-) -> str:
+def job_folder(stage: str, *, item: Mapping[str, Any], device_type: str, processes: int, threads: int) -> JobFolder:
+    """Where this job works: named after everything that can change its result."""
+    facts: dict[str, Any] = {"device": device_type, "processes": processes}
+    if device_type == "cpu":
+        facts["threads"] = threads
+    return JobFolder(scratch_root() / stage / fingerprint(stage, item=item, facts=facts))
+
+
+def fingerprint(stage: str, *, item: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """A hash of everything that `dvc.yaml` lists for the stage, of its matrix `item` and of further `facts`."""
     from ruamel.yaml import YAML
 
     yaml = YAML(typ="safe", pure=True)
-    stages = yaml.load(dvc_file.read_text(encoding="utf-8"))["stages"]
-    declared = stages[stage]
+    declared = yaml.load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"][stage]
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
     content = {
         "stage": stage,
@@ -167,6 +172,11 @@ class Lock:
         except BlockingIOError:
             os.close(handle)
             return False
+        except OSError as error:
+            os.close(handle)
+            raise SwapError(
+                f"{self._path.parent} is on a file system without file locks ({error.strerror}): move the project"
+            ) from None
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         self._handle = handle

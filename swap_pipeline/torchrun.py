@@ -1,16 +1,18 @@
-"""torchrun, in a process that does not outlive the launcher.
+"""python -m swap_pipeline.torchrun --standalone --nproc-per-node 2 -m stages.phase1
 
-python -m swap_pipeline.torchrun --standalone --nproc-per-node 2 -m stages.phase1
+torchrun, in a process that does not outlive the launcher.
 """
 
 from __future__ import annotations
 
-from swap_pipeline.launch import die_with_parent, parent_of_ranks
+import os
+
+from swap_pipeline.ranks import PARENT, die_with_parent
 
 
 def main() -> None:
     die_with_parent()
-    parent_of_ranks()
+    os.environ[PARENT] = str(os.getpid())  # the one that the ranks are to die with
     from torch.distributed.run import main as torchrun
 
     torchrun()

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from swap_pipeline.checkpoint import drop_snapshots, read_snapshot, write_snapshot, write_tensors
 from swap_pipeline.data import Images, check_augment, derive_seed, draw_epoch, make_batch
 from swap_pipeline.distributed import Group
+from swap_pipeline.environment import eval_batch_size
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import write_json
-from swap_pipeline.params import Augment, Compute, Optimizer
+from swap_pipeline.params import Augment, Compute, Optimizer, check_divisible
 from swap_pipeline.progress import Reporter
 from swap_pipeline.scratch import JobFolder
 
@@ -31,6 +32,8 @@ class Run:
 
     name: str
     """what people call it: `phase1`, `phase2 seed 3`"""
+    section: str
+    """its section in `params.yaml`"""
     seed: int
     """data order and augmentation"""
     batch_size: int
@@ -97,10 +100,12 @@ def train(
     parallel = _wrap(network, train_images.pixels.shape[1:], group)
     sgd = _Sgd(network, optimizer)
     curve = _resume(network, sgd, snapshots)
-    guard = _FiniteGuard(run.name, group.device)
+    guard = _FiniteGuard(run.name, steps, group.device)
 
     while not (finished := reason_to_stop(run, curve)):
         epoch = len(curve)
+        group.finish_queued_work()
+        began = time.perf_counter()
         choices = draw_epoch(
             seed=run.seed,
             epoch=epoch,
@@ -114,8 +119,6 @@ def train(
         sums = torch.zeros(2, dtype=torch.float64, device=group.device)  # loss, hits
         rate = 0.0
         network.train()
-        _synchronise(group.device)
-        began = time.perf_counter()
         for step in range(steps):
             rate = run.learning_rate(epoch + step / steps)
             first = step * run.batch_size + group.rank * per_rank
@@ -125,6 +128,7 @@ def train(
                 slice(first, first + per_rank),
                 padding=augment.padding,
                 cutout=augment.cutout,
+                channels_last=compute.channels_last,
             )
             # For dropout and the like: a function of the step, never of how often the process was started.
             torch.manual_seed(derive_seed("step", run.seed, epoch, step, group.rank))
@@ -132,7 +136,7 @@ def train(
             loss = nn.functional.cross_entropy(logits, labels, label_smoothing=optimizer.label_smoothing)
             sgd.zero_grad()
             loss.backward()
-            sgd.step(rate, skip_if=guard.look(epoch, step, sgd.gradients()))
+            sgd.step(rate, skip_if=guard.look(epoch * steps + step, sgd.gradients()))
             with torch.no_grad():
                 sums[0] += loss.detach() * per_rank
                 sums[1] += (logits.argmax(dim=1) == labels).sum()
@@ -142,7 +146,7 @@ def train(
         seconds = time.perf_counter() - began
 
         average_buffers(network, group)
-        test_loss, test_accuracy = evaluate(network, test_images, batch_size=compute.eval_batch_size, group=group)
+        test_loss, test_accuracy = evaluate(network, test_images, group=group)
         seen = steps * run.batch_size
         row = Epoch(
             epoch=epoch + 1,
@@ -176,17 +180,11 @@ def reason_to_stop(run: Run, curve: Sequence[Epoch]) -> str:
 
 def _split(run: Run, num_images: int, group: Group) -> tuple[int, int]:
     """Images per rank and step, and steps per epoch; the last, short batch is dropped."""
-    if run.batch_size % group.world_size:
-        raise SwapError(
-            f"params.yaml: {run.name.split()[0]}.batch_size is {run.batch_size}, "
-            f"which {group.world_size} ranks cannot share equally: change it, or set SWAP_NPROC to one of its divisors"
-        )
+    key = f"{run.section}.batch_size"
+    check_divisible(key, run.batch_size, group.world_size, remedy="set --nproc-per-node to")
     steps = num_images // run.batch_size
     if steps == 0:
-        raise SwapError(
-            f"params.yaml: {run.name.split()[0]}.batch_size is {run.batch_size}, "
-            f"more than the {num_images} training images: lower it"
-        )
+        raise SwapError(f"params.yaml: {key} is {run.batch_size}, more than the {num_images} training images: lower it")
     return run.batch_size // group.world_size, steps
 
 
@@ -270,32 +268,28 @@ class _FiniteGuard:
 
     _NEVER = 2**62
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, steps_per_epoch: int, device: torch.device) -> None:
         self._name = name
+        self._steps_per_epoch = steps_per_epoch
         self._every = 1 if device.type == "cpu" else 50
         self._first = torch.full((), self._NEVER, dtype=torch.int64, device=device)
-        self._looked = 0
-        self._steps: dict[int, tuple[int, int]] = {}
 
-    def look(self, epoch: int, step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Remember whether these gradients are finite; returns 1.0 where they are not."""
-        self._steps[self._looked] = (epoch, step)
-        finite = torch.isfinite(torch.nn.utils.get_total_norm(gradients))
-        self._first = torch.where(finite, self._first, self._first.clamp(max=self._looked))
-        self._looked += 1
-        if self._looked % self._every == 0:
+    def look(self, t: int, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Remember whether the gradients of step `t` of the run are finite; returns 1.0 where they are not."""
+        finite = torch.isfinite(nn.utils.get_total_norm(gradients))
+        self._first = torch.where(finite, self._first, self._first.clamp(max=t))
+        if t % self._every == 0:
             self.check()
         return torch.where(finite, 0.0, 1.0)
 
     def check(self) -> None:
         first = int(self._first.item())
         if first != self._NEVER:
-            epoch, step = self._steps[first]
+            epoch, step = divmod(first, self._steps_per_epoch)
             raise SwapError(
                 f"{self._name}: loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; "
                 f"the step was not taken and no checkpoint written: lower peak_lr (or lengthen the warm-up)"
             )
-        self._steps.clear()
 
 
 def average_buffers(network: nn.Module, group: Group) -> None:
@@ -312,8 +306,9 @@ def average_buffers(network: nn.Module, group: Group) -> None:
 
 
 @torch.inference_mode()
-def evaluate(network: nn.Module, images: Images, *, batch_size: int, group: Group) -> tuple[float, float]:
+def evaluate(network: nn.Module, images: Images, *, group: Group) -> tuple[float, float]:
     """Mean cross-entropy and accuracy in percent, over all ranks."""
+    batch_size = eval_batch_size()
     network.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=group.device)
     for first in range(group.rank * batch_size, len(images), group.world_size * batch_size):
@@ -345,11 +340,6 @@ def _resume(network: nn.Module, sgd: _Sgd, folder: Path) -> list[Epoch]:
     network.load_state_dict(parts["network"])
     sgd.set_momentum(parts["momentum"])
     return [Epoch(**row) for row in info["curve"]]
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def write_result(folder: JobFolder, network: nn.Module, info: Mapping[str, Any], record: Mapping[str, Any]) -> None:

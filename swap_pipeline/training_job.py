@@ -54,7 +54,7 @@ def run_training_job(
 ) -> None:
     """Be one rank of a training job that starts from a seed's weights or from a checkpoint's."""
     with process_group() as group, folder.writer(is_main=group.is_main):
-        if folder.is_complete:
+        if group.main_says(folder.is_complete):
             return
         meta, train_images, test_images = open_data(group)
         network, about = prepare_network(model, meta, seed=start if isinstance(start, int) else 0)

@@ -20,7 +20,6 @@ TINY = {
     "data.augment.padding": 2,
     "data.augment.cutout": 4,
     "model.width": 2,
-    "compute.eval_batch_size": 64,
     "phase1.batch_size": 24,
     "phase1.peak_lr": 0.2,
     "phase1.warmup_epochs": 1,
@@ -56,11 +55,13 @@ class Project:
 
     def full_environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         # A stage under test must not think that it is a rank of something.
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SWAP_", "DVC_", "PYTEST"))}
+        foreign = ("SWAP_", "DVC_", "PYTEST", "TORCHELASTIC", "RANK", "WORLD_SIZE", "OMP_", "MKL_")
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
         return {
             **inherited,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SWAP_DEVICE": "cpu",
+            "SWAP_NPROC": "2",
             "DVC_SITE_CACHE_DIR": str(self.root / ".dvc" / "tmp" / "site"),
             **self.environment,
             **(extra or {}),

@@ -26,7 +26,7 @@ from swap_pipeline.training import Epoch, Record, Run, evaluate, reason_to_stop,
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 PLAIN = Augment(padding=0, flip=False, cutout=0)
 NESTEROV = Optimizer(momentum=0.9, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
-COMPUTE = Compute(channels_last=True, deterministic=True, eval_batch_size=7)
+COMPUTE = Compute(channels_last=True, deterministic=True)
 
 
 def random_images(count: int = 40, seed: int = 0) -> Images:
@@ -54,7 +54,13 @@ def small_network(*, batch_norm: bool = False, dropout: float = 0.0) -> nn.Modul
 def a_run(*, seed: int = 5, epochs: int = 3, peak: float = 0.1, stop_accuracy: float = 100.0) -> Run:
     schedule = warmup_then_decay(peak=peak, warmup_epochs=1, epochs=epochs)
     return Run(
-        name="phase1", seed=seed, batch_size=12, epochs=epochs, learning_rate=schedule, stop_accuracy=stop_accuracy
+        name="phase1",
+        section="phase1",
+        seed=seed,
+        batch_size=12,
+        epochs=epochs,
+        learning_rate=schedule,
+        stop_accuracy=stop_accuracy,
     )
 
 
@@ -115,11 +121,12 @@ def test_training_accuracy_counts_every_image_of_the_epoch(tmp_path: Path) -> No
     assert record.curve[0].train_accuracy == pytest.approx(100 * hits / 36)
 
 
-def test_evaluation_equals_one_pass_over_everything() -> None:
+def test_evaluation_in_short_batches_equals_one_pass_over_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAP_EVAL_BATCH", "7")
     data, network = random_images(23), small_network(batch_norm=True, dropout=0.5).eval()
     with torch.no_grad():
         logits = network((data.pixels.float() - 127) / 70)
-    loss, accuracy = evaluate(network, data, batch_size=7, group=ALONE)
+    loss, accuracy = evaluate(network, data, group=ALONE)
     assert loss == pytest.approx(nn.functional.cross_entropy(logits, data.labels).item(), rel=1e-6)
     assert accuracy == pytest.approx(100 * (logits.argmax(1) == data.labels).double().mean().item())
 

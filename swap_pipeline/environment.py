@@ -1,0 +1,55 @@
+"""The `SWAP_…` environment variables: where and how a job runs. Each is read here and nowhere else.
+
+None of them can change what is computed, apart from the number of processes, which decides how batch norm's statistics
+are shared, and from rounding.
+"""
+
+from __future__ import annotations
+
+import os
+
+from swap_pipeline.errors import SwapError
+
+
+def device_type(*, has_gpu: bool) -> str:
+    """SWAP_DEVICE: `cpu` or `cuda`; by default a GPU where there is one."""
+    wanted = os.environ.get("SWAP_DEVICE") or ("cuda" if has_gpu else "cpu")
+    if wanted not in ("cpu", "cuda"):
+        raise SwapError(f"SWAP_DEVICE is {wanted!r}: choose cpu or cuda")
+    if wanted == "cuda" and not has_gpu:
+        raise SwapError("SWAP_DEVICE is cuda, but no GPU can be seen: check `nvidia-smi`, or set SWAP_DEVICE=cpu")
+    return wanted
+
+
+def num_processes(default: int) -> int:
+    """SWAP_NPROC: processes of phases 1 and 3."""
+    return _count("SWAP_NPROC", default)
+
+
+def max_workers_at_once(default: int) -> int:
+    """SWAP_SLOTS: workers of phase 2 that may run side by side."""
+    return _count("SWAP_SLOTS", default)
+
+
+def fan_out() -> bool:
+    """SWAP_FANOUT: whether a phase-2 instance also trains the other seeds that are pending."""
+    return os.environ.get("SWAP_FANOUT", "1") != "0"
+
+
+def eval_batch_size() -> int:
+    """SWAP_EVAL_BATCH: images in one forward pass of an evaluation, on each device."""
+    return _count("SWAP_EVAL_BATCH", 500)
+
+
+def timeout_minutes() -> int:
+    """SWAP_TIMEOUT_MINUTES: how long a rank waits for the others."""
+    return _count("SWAP_TIMEOUT_MINUTES", 30)
+
+
+def _count(variable: str, default: int) -> int:
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < 1:
+        raise SwapError(f"{variable} is {text!r}: write a whole number, at least 1")
+    return int(text)

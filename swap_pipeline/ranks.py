@@ -1,0 +1,107 @@
+"""A stage's process and those that started it: who is a rank, whose job it is, and how errors reach people."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.environment import device_type
+from swap_pipeline.errors import SwapError
+from swap_pipeline.scratch import JobFolder, job_folder
+
+JOB = "SWAP_JOB"
+PARENT = "SWAP_PARENT_PID"
+_STARTED_BY = os.getppid()
+
+
+class Interrupted(BaseException):
+    """The launcher was asked to end by a signal; not an error, so nothing that handles errors sees it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+def is_rank() -> bool:
+    """Whether this process is one of a job's ranks, started by the launcher or by torchrun."""
+    return JOB in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def job_of_rank(stage: str, **item: Any) -> JobFolder:
+    """The scratch folder of the job that this rank belongs to, also where torchrun was started by hand.
+
+    A worker may have waited for its device. If params or dependencies have changed since its folder was named after
+    them, it must not train under the old name.
+    """
+    import torch
+
+    folder = job_folder(
+        stage,
+        item=item,
+        device_type=device_type(has_gpu=torch.cuda.is_available()),
+        processes=int(os.environ["WORLD_SIZE"]),
+        threads=torch.get_num_threads(),
+    )
+    if JOB in os.environ and Path(os.environ[JOB]).name != folder.path.name:
+        raise SwapError(f"{stage}: params.yaml or a dependency changed after the start: run `dvc repro` again")
+    return JobFolder(Path(os.environ[JOB])) if JOB in os.environ else folder
+
+
+def collects() -> bool:
+    """Whether this process puts the result in its place: the launcher, or the main rank of torchrun by hand.
+
+    A launcher whose `dvc` was killed leaves the result in scratch: by now, another `dvc` may have other plans.
+    """
+    if is_rank():
+        return JOB not in os.environ and os.environ["RANK"] == "0"
+    if os.getppid() != _STARTED_BY:
+        print(f"{sys.argv[0]}: whoever started this is gone; `dvc repro` will find the result in scratch")
+        return False
+    return True
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process with the one that started it.
+
+    torchrun puts its ranks into sessions of their own, so they outlive a kill of its process group and would go on
+    training beside their successors.
+    """
+    if sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
+    expected = os.environ.get(PARENT)
+    if expected is not None and os.getppid() != int(expected):
+        os._exit(1)  # it was gone before the kernel knew
+
+
+def run_stage(main: Callable[[], Any]) -> None:
+    """Call a stage's click command; what the user can mend ends in one line and exit code 1."""
+    if is_rank():
+        die_with_parent()
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        main = record(main)
+    try:
+        main()
+    except SwapError as error:
+        _leave_for_launcher(str(error))
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except Interrupted as interrupted:
+        sys.exit(128 + interrupted.number)
+    except Exception:
+        _leave_for_launcher(f"unexpected error in rank {os.environ.get('RANK')}\n{traceback.format_exc()}")
+        raise
+
+
+def _leave_for_launcher(message: str) -> None:
+    """A rank's standard error goes to a log; its launcher shows what stands in this file."""
+    if JOB in os.environ:
+        (Path(os.environ[JOB]) / f"error_{os.environ['RANK']}.txt").write_text(message, encoding="utf-8")
