@@ -23,9 +23,18 @@ lint: $(STAMP)
 
 install: $(STAMP)
 
+ifeq ($(origin VENV),command line)
+# Somebody's own environment: looked at, never changed.
+.PHONY: $(STAMP)
+$(STAMP):
+	@$(VENV)/bin/python -c 'import importlib.util as u, sys; \
+	  lacking = [n for n in "click dvc mypy numpy PIL pytest rich ruamel ruff safetensors torch torchvision xdist xxhash".split() if not u.find_spec(n)]; \
+	  sys.exit(lacking and f"$(VENV) lacks {lacking}: $(VENV)/bin/pip install -c constraints.txt -e .[dev]")'
+else
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV); torch with its CUDA libraries takes a few minutes the first time"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+endif

@@ -56,6 +56,7 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("phase1.batch_size", 0, "phase1.batch_size is 0, but must be at least 1"),
         ("phase1.peak_lr", 0, "phase1.peak_lr is 0, but must be above 0"),
         ("phase1.peak_lr", float("nan"), "phase1.peak_lr is nan, but must be finite"),
+        ("phase1.peak_lr", 10**400, "but must be finite"),
         ("phase1.peak_lr", None, "phase1.peak_lr is None, but must be a number"),
         ("phase1.stop_accuracy", 100.5, "phase1.stop_accuracy is 100.5, but must be at most 100"),
         ("phase1.warmup_epochs", 25, "phase1.warmup_epochs is 25, longer than phase1.max_epochs (24)"),

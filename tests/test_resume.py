@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ LONGER = {"phase1.max_epochs": 30, "phase2.epochs": 30, "workers.seeds": [0, 1]}
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = make_project(tmp_path_factory.mktemp("undisturbed") / "project")
     project.set_params(LONGER)
-    project.dvc("repro")
+    (project.root / "output.txt").write_text(project.dvc("repro"))
     return project
 
 
@@ -65,39 +66,99 @@ def snapshots(project: Project, stage: str) -> list[int]:
     return [int(name.stem.split("_")[1]) for name in names]
 
 
-@pytest.mark.parametrize("stage", ["phase1", "phase2"])
-@pytest.mark.parametrize("epoch", [3, 17])
-def test_a_killed_phase_goes_on_from_its_snapshot_and_ends_in_the_same_bytes(
-    undisturbed: Project, project: Project, stage: str, epoch: int
+def test_a_pipeline_killed_again_and_again_goes_on_each_time_and_ends_in_the_same_bytes(
+    undisturbed: Project, project: Project
 ) -> None:
     project.set_params(LONGER)
-    start_and_signal(project, lambda: max(snapshots(project, stage), default=0) >= epoch, signal.SIGKILL)
-    wait_until(lambda: processes_in(project.root) == [], seconds=10)
-    reached = max(snapshots(project, stage))
+    for stage, epoch in (("phase1", 3), ("phase1", 17), ("phase2", 3), ("phase2", 17)):
+        start_and_signal(
+            project,
+            lambda stage=stage, epoch=epoch: max(snapshots(project, stage), default=0) >= epoch,  # type: ignore[misc]
+            signal.SIGKILL,
+        )
+        wait_until(lambda: processes_in(project.root) == [], seconds=10)
+        log = (project.root / "killed.log").read_text()
+        name = "phase1" if stage == "phase1" else "phase2 seed 0"
+        assert (f"{name}: epoch 1/30" in log) == (epoch == 3), "it did not go on from its snapshot"
 
-    output = project.dvc("repro")
+    project.dvc("repro")
 
-    name = "phase1" if stage == "phase1" else "phase2 seed 0"
-    assert f"{name}: epoch 1/30" not in output
-    assert f"{name}: epoch 30/30" in output
-    assert reached >= epoch
     for path in ("phase1", "phase2/seed_0", "phase2/seed_1", "phase3"):
         file = f"checkpoints/{path}/model.safetensors"
         assert project.bytes_of(file) == undisturbed.bytes_of(file)
 
 
 def test_phase_3_killed_while_it_works_ends_in_the_same_bytes(undisturbed: Project, tmp_path: Path) -> None:
-    project = undisturbed.copy_to(tmp_path / "project")
-    project.set_params({"phase3.seed": 5})
+    reference, project = (undisturbed.copy_to(tmp_path / name) for name in ("reference", "project"))
+    for copy in (reference, project):
+        copy.set_params({"phase3.seed": 5})
+    reference.dvc("repro")
     start_and_signal(project, lambda: any((project.root / ".swap/phase3").glob("*/mean.safetensors")), signal.SIGKILL)
     wait_until(lambda: processes_in(project.root) == [], seconds=10)
-    project.set_params({"phase3.seed": 0})
+    assert project.trained("phase3") == 1  # the one before
 
     project.dvc("repro")
 
-    assert project.bytes_of("checkpoints/phase3/model.safetensors") == undisturbed.bytes_of(
-        "checkpoints/phase3/model.safetensors"
+    file = "checkpoints/phase3/model.safetensors"
+    assert project.bytes_of(file) == reference.bytes_of(file) != undisturbed.bytes_of(file)
+
+
+def test_workers_train_at_the_same_time(undisturbed: Project) -> None:
+    lines = (undisturbed.root / "output.txt").read_text().splitlines()
+    first = {
+        seed: next(i for i, line in enumerate(lines) if f"phase2 seed {seed}: epoch 1/" in line) for seed in (0, 1)
+    }
+    last = {
+        seed: next(i for i, line in enumerate(lines) if f"phase2 seed {seed}: epoch 30/" in line) for seed in (0, 1)
+    }
+    assert max(first.values()) < min(last.values())
+
+
+def start(project: Project, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        cwd=project.root,
+        env=project.full_environment(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed_alone(undisturbed: Project, tmp_path: Path) -> None:
+    project = undisturbed.copy_to(tmp_path / "project")
+    project.set_params({"phase1.seed": 9})
+    launcher = start(project, "stages.phase1")
+    wait_until(lambda: max(snapshots(project, "phase1"), default=0) >= 2)
+    launcher.kill()
+    launcher.communicate()
+    wait_until(lambda: processes_in(project.root) == [], seconds=10)
+
+
+def test_two_launchers_of_one_job_train_it_once(undisturbed: Project, tmp_path: Path) -> None:
+    project = undisturbed.copy_to(tmp_path / "project")
+    project.set_params({"phase1.seed": 9})
+    launchers = [start(project, "stages.phase1") for _ in range(2)]
+    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0]
+    assert sum(output.count("phase1: epoch 1/30") for output in outputs) == 1
+    assert project.trained("phase1") == 2
+
+
+def test_a_worker_that_waited_while_params_changed_does_not_train_under_the_old_name(
+    undisturbed: Project, tmp_path: Path
+) -> None:
+    project = undisturbed.copy_to(tmp_path / "project")
+    project.set_params({"phase2.peak_lr": 0.07})
+    launcher = start(project, "stages.phase2", "--seed", "0", DVC_STAGE="phase2@0", SWAP_SLOTS="1")
+    wait_until(lambda: max(snapshots(project, "phase2"), default=0) >= 2)
+    project.set_params({"phase2.peak_lr": 0.01})
+
+    output = launcher.communicate(timeout=120)[0]
+
+    assert "phase2 seed 0: epoch 30/30" in output
+    assert "phase2 seed 1 failed" in output
+    assert project.trained("phase2") == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,73 @@
+"""What a machine is taken to have, and what is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from swap_pipeline import launch
+from swap_pipeline.errors import SwapError
+from swap_pipeline.launch import Machine, job_on_all_devices, this_machine, worker_job
+from swap_pipeline.scratch import JobFolder
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU here: the one thing that is made up is the driver's answer, and that nothing is hashed."""
+    for name in ("SWAP_DEVICE", "SWAP_NPROC", "SWAP_SLOTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch, "_gpus", lambda: tuple("01234567"))
+    monkeypatch.setattr(launch, "_cores", lambda: 64)
+    monkeypatch.setattr(launch, "job_folder", lambda stage, **_: JobFolder(launch.Path(stage)))
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_phase_1_has_all_gpus_and_a_worker_has_its_own() -> None:
+    assert this_machine() == Machine(device_type="cuda", devices=tuple("01234567"), cores=64)
+    phase1, worker = (
+        job_on_all_devices("phase1", batch_size=480),
+        worker_job("phase2", seed=3, processes=2, batch_size=96),
+    )
+    assert (phase1.processes, phase1.threads, phase1.num_devices) == (8, 8, 8)
+    assert (worker.processes, worker.threads, worker.num_devices) == (2, 8, 2)
+    assert worker.command == ("stages.phase2", "--seed", "3")
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_limit_on_workers_leaves_phase_1_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAP_SLOTS", "2")
+    assert job_on_all_devices("phase1", batch_size=480).processes == 8
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAP_NPROC", "16")
+    with pytest.raises(SwapError, match="SWAP_NPROC is 16, but there are 8 GPUs"):
+        job_on_all_devices("phase1")
+
+
+@pytest.mark.parametrize(("cores", "processes", "threads"), [(1, 1, 1), (2, 2, 1), (64, 2, 32)])
+def test_on_a_cpu_two_ranks_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, threads: int
+) -> None:
+    monkeypatch.setenv("SWAP_DEVICE", "cpu")
+    monkeypatch.delenv("SWAP_NPROC", raising=False)
+    monkeypatch.setattr(launch, "_cores", lambda: cores)
+    monkeypatch.setattr(launch, "job_folder", lambda stage, **_: JobFolder(launch.Path(stage)))
+    phase1, worker = job_on_all_devices("phase1"), worker_job("phase2", seed=0, processes=1, batch_size=96)
+    assert (phase1.processes, phase1.threads, phase1.num_devices) == (processes, threads, cores)
+    assert (worker.threads, worker.num_devices) == (1, 1)
+
+
+def test_nohup_stays_in_force_and_other_signals_become_exceptions() -> None:
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launch._signals_as_exceptions():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(launch.Interrupted):
+                os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
