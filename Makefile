@@ -27,9 +27,11 @@ ifeq ($(origin VENV),command line)
 # Somebody's own environment: looked at, never changed.
 .PHONY: $(STAMP)
 $(STAMP):
-	@$(VENV)/bin/python -c 'import importlib.util as u, sys; \
-	  lacking = [n for n in "click dvc mypy numpy PIL pytest rich ruamel ruff safetensors torch torchvision xdist xxhash".split() if not u.find_spec(n)]; \
-	  sys.exit(lacking and f"$(VENV) lacks {lacking}: $(VENV)/bin/pip install -c constraints.txt -e .[dev]")'
+	@test -x $(VENV)/bin/python || { echo "error: there is no Python environment in $(VENV)"; exit 1; }
+	@$(VENV)/bin/python -c 'import importlib.util, sys; \
+	  needed = "click dvc mypy numpy PIL pytest rich ruamel ruff safetensors torch torchvision xdist xxhash"; \
+	  lacking = [name for name in needed.split() if not importlib.util.find_spec(name)]; \
+	  sys.exit(lacking and f"error: $(VENV) lacks {lacking}: $(VENV)/bin/pip install -c constraints.txt -e .[dev]" or 0)'
 else
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
