@@ -70,14 +70,10 @@ def process_group() -> Iterator[Group]:
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=timeout)
-    # After an error, NCCL would wait here for ranks that may be gone; torchrun ends them all.
-    clean = device.type != "cuda"
-    try:
-        yield group
-        clean = True
-    finally:
-        if clean:
-            dist.destroy_process_group()
+    yield group
+    # Not after an error: NCCL would wait for ranks that may be gone, and with gloo the others would report a lost
+    # connection before this rank can say what is wrong. The group ends with the process then.
+    dist.destroy_process_group()
 
 
 def _device(local_rank: int) -> torch.device:

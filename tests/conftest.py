@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,7 +94,8 @@ class Project:
 
 
 def set_params(path: Path, values: Mapping[str, Any]) -> None:
-    yaml = YAML()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
     tree = yaml.load(path.read_text())
     for dotted, value in values.items():
         *sections, last = dotted.split(".")
@@ -141,15 +143,25 @@ def project(tmp_path: Path) -> Project:
     return make_project(tmp_path / "project")
 
 
+def made_once(name: str, params: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project after `dvc repro`, with what that printed in `output.txt` beside it; shared by all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "output.txt").exists():
+            project = make_project(folder / "project")
+            project.set_params(params)
+            output = project.dvc("repro")
+            project.run("git", "add", "-A")
+            project.run("git", "commit", "-qm", "first run")
+            (folder / "output.txt").write_text(output)
+    return Project(folder / "project")
+
+
 @pytest.fixture(scope="session")
 def finished_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project after `dvc repro`; not to be changed."""
-    project = make_project(tmp_path_factory.mktemp("finished") / "project")
-    output = project.dvc("repro")
-    (project.root.parent / "output.txt").write_text(output)
-    project.run("git", "add", "-A")
-    project.run("git", "commit", "-qm", "first run")
-    return project
+    return made_once("finished", {}, tmp_path_factory)
 
 
 @pytest.fixture

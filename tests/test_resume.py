@@ -11,17 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Project, make_project
+from conftest import Project, made_once
 
 LONGER = {"phase1.max_epochs": 30, "phase2.epochs": 30, "workers.seeds": [0, 1]}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    project = make_project(tmp_path_factory.mktemp("undisturbed") / "project")
-    project.set_params(LONGER)
-    (project.root / "output.txt").write_text(project.dvc("repro"))
-    return project
+    return made_once("undisturbed", LONGER, tmp_path_factory)
 
 
 def processes_in(folder: Path) -> list[int]:
@@ -104,7 +101,7 @@ def test_phase_3_killed_while_it_works_ends_in_the_same_bytes(undisturbed: Proje
 
 
 def test_workers_train_at_the_same_time(undisturbed: Project) -> None:
-    lines = (undisturbed.root / "output.txt").read_text().splitlines()
+    lines = (undisturbed.root.parent / "output.txt").read_text().splitlines()
     first = {
         seed: next(i for i, line in enumerate(lines) if f"phase2 seed {seed}: epoch 1/" in line) for seed in (0, 1)
     }
