@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from swap_pipeline.errors import SwapError
 from swap_pipeline.launch import pending_seeds, run_fan_out, worker_job
 from swap_pipeline.params import Params, read_params
 from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
@@ -19,9 +20,10 @@ from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)
-@click.option("--seed", type=click.IntRange(min=0), required=True, help="which worker")
-def main(seed: int) -> None:
+@click.option("--seed", "text", required=True, help="which worker, one of workers.seeds")
+def main(text: str) -> None:
     params = read_params()
+    seed = chosen_seed(text, params.workers.seeds)
     if is_rank():
         folder = job_of_rank("phase2", seed=seed)
         train_worker(params, seed, folder)
@@ -40,6 +42,13 @@ def main(seed: int) -> None:
         folder.collect(
             checkpoints=Path(f"checkpoints/phase2/seed_{seed}"), record=Path(f"metrics/phase2/seed_{seed}.json")
         )
+
+
+def chosen_seed(text: str, listed: tuple[int, ...]) -> int:
+    """One of `workers.seeds`; only those take part in the average, and only those are kept."""
+    if text not in map(str, listed):
+        raise SwapError(f"--seed {text} is not in workers.seeds {list(listed)}: add it there first")
+    return int(text)
 
 
 def train_worker(params: Params, seed: int, folder: JobFolder) -> None:

@@ -27,7 +27,7 @@ def main() -> None:
     else:
         # DVC hashes the whole folder of workers: one that is no longer listed must not be in it.
         for path in remove_unlisted(Path("checkpoints/phase2"), Path("metrics/phase2"), seeds=params.workers.seeds):
-            click.echo(f"removed {path}: its seed is not in workers.seeds (DVC's cache has it)")
+            click.echo(f"removed {path}: its seed is not in workers.seeds")
         folder = run_one(job_on_all_devices("phase3"))
     if collects():
         folder.collect(checkpoints=Path("checkpoints/phase3"), record=Path("metrics/phase3.json"))

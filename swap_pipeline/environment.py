@@ -33,7 +33,10 @@ def max_workers_at_once(default: int) -> int:
 
 def fan_out() -> bool:
     """SWAP_FANOUT: whether a phase-2 instance also trains the other seeds that are pending."""
-    return os.environ.get("SWAP_FANOUT", "1") != "0"
+    text = os.environ.get("SWAP_FANOUT") or "1"
+    if text not in ("0", "1"):
+        raise SwapError(f"SWAP_FANOUT is {text!r}: write 0 or 1")
+    return text == "1"
 
 
 def eval_batch_size() -> int:

@@ -182,6 +182,8 @@ def _quiet_dvc() -> Iterator[None]:
 
 def run_one(job: Job) -> JobFolder:
     """Run a job that has the devices to itself; returns its folder, with the result in it."""
+    if job.folder.is_complete:
+        _say_taken(job)
     if failures := run_jobs([job]):
         raise SwapError(failures[job.name])
     return job.folder
@@ -193,13 +195,19 @@ def run_fan_out(seed: int, *, others: Callable[[], Sequence[int]], job: Callable
     A worker that fails does not disturb the rest. What became of the others is told when their turn comes.
     """
     own = job(seed)
-    if not own.folder.is_complete:
+    if own.folder.is_complete:
+        _say_taken(own)
+    else:
         failures = run_jobs([own, *(job(other) for other in others())])
         for name in sorted(failures.keys() - {own.name}):
             print(f"{name} failed and will be tried again at its turn", file=sys.stderr, flush=True)
         if own.name in failures:
             raise SwapError(failures[own.name])
     return own.folder
+
+
+def _say_taken(job: Job) -> None:
+    print(f"{job.name}: trained before, taken from {job.folder.path} (delete that folder to train again)", flush=True)
 
 
 def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
@@ -227,6 +235,10 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                     work.release()
                     if failure := work.failure():
                         failures[work.job.name] = failure
+                        if len(jobs) > 1:
+                            display.say(f"{work.job.name}: {failure.splitlines()[0]}")
+                if waiting and not running:
+                    display.say_once(f"{waiting[0].name}: waiting, its devices are in use by another process")
                 display.refresh()
                 if waiting or running:
                     time.sleep(0.1)

@@ -163,6 +163,9 @@ def _check_together(params: Params) -> None:
                 f"{name}.warmup_epochs is {phase.warmup_epochs:g}, longer than {name}.{length} ({epochs}): "
                 f"lower the one or raise the other"
             )
+    if 0 < params.phase1.stop_accuracy <= 1:
+        meant = 100 * params.phase1.stop_accuracy
+        raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but in percent: write {meant:g}")
     if params.optimizer.nesterov and params.optimizer.momentum == 0:
         raise SwapError("optimizer.nesterov is true but optimizer.momentum is 0: set a momentum or nesterov: false")
     seeds = params.workers.seeds
@@ -220,7 +223,7 @@ def _parse_scalar(kind: type, value: Any, *, key: str, limits: Mapping[str, Any]
     accepted = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}[kind]
     # bool is an int to Python, but `batch_size: true` is a slip.
     if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
-        hint = " (write it without quotes)" if isinstance(value, str) and kind is not str else ""
+        hint = " (write it without quotes)" if kind in (int, float) and _is_number(value) else ""
         raise SwapError(f"{key} is {value!r}, but must be {names[kind]}{hint}")
     if kind is str or kind is bool:
         return value
@@ -235,6 +238,14 @@ def _parse_scalar(kind: type, value: Any, *, key: str, limits: Mapping[str, Any]
     if maximum is not None and value > maximum:
         raise SwapError(f"{key} is {value!r}, but must be at most {maximum}")
     return kind(value)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(value, str)
 
 
 def _closest(name: Any, known: Any) -> str:

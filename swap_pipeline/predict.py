@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -32,7 +33,10 @@ def predict(paths: Sequence[Path], checkpoint: Path) -> Iterator[tuple[Path, lis
 def _open(path: Path, mode: str, size: tuple[int, int]) -> Image.Image:
     try:
         with Image.open(path) as image:
-            converted = image.convert(mode)
+            if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8 instead of scaling them
+                converted = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert(mode)
+            else:
+                converted = image.convert(mode)
     except FileNotFoundError:
         raise SwapError(f"{path} not found") from None
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:

@@ -83,7 +83,7 @@ class Display:
 
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=20),
             TextColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[line]}"),
@@ -125,7 +125,9 @@ class Display:
     def _draw(self, bars: Progress, folder: Path, task: TaskID) -> None:
         try:
             state = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-            bars.update(task, completed=state["amount"], total=state["total"], line=state["line"])
+            # Name, bar, percentage and time come first; of the rest, what fits.
+            room = max(0, bars.console.width - max(len(name) for name in self._watched) - 46)
+            bars.update(task, completed=state["amount"], total=state["total"], line=state["line"][:room])
         except (OSError, ValueError, KeyError):
             return  # not written yet
 

@@ -42,7 +42,8 @@ def result_table(phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, A
     summary = summarise(phase1, workers, phase3)
     why = "τ passed" if phase1["stopped_by"] == "accuracy" else "maximum reached"
     rows = [("", "test accuracy", "test loss", "seconds")]
-    rows.append(_row(f"phase 1 ({phase1['epochs']} epochs, {why})", phase1))
+    epochs = "1 epoch" if phase1["epochs"] == 1 else f"{phase1['epochs']} epochs"
+    rows.append(_row(f"phase 1 ({epochs}, {why})", phase1))
     rows += [_row(f"worker, seed {seed}", worker) for seed, worker in workers.items()]
     spread = summary["workers"]["test_accuracy_std"]
     rows.append(

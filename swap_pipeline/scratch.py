@@ -155,6 +155,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
     except OSError:
         shutil.copyfile(source, temporary)
     os.replace(temporary, target)
+    temporary.unlink(missing_ok=True)  # replacing a file by another link to it leaves both names
 
 
 class Lock:

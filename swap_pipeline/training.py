@@ -100,6 +100,8 @@ def train(
     parallel = _wrap(network, train_images.pixels.shape[1:], group)
     sgd = _Sgd(network, optimizer)
     curve = _resume(network, sgd, snapshots)
+    if curve:
+        reporter.done(len(curve), f"going on after epoch {len(curve)}")
     guard = _FiniteGuard(run.name, steps, group.device)
 
     while not (finished := reason_to_stop(run, curve)):
@@ -166,8 +168,8 @@ def train(
 
 def _line(row: Epoch, run: Run) -> str:
     return (
-        f"epoch {row.epoch}/{run.epochs}  lr {row.learning_rate:.4f}  loss {row.train_loss:.4f}  "
-        f"train {row.train_accuracy:.2f} %  test {row.test_accuracy:.2f} %  {row.seconds:.1f} s"
+        f"epoch {row.epoch}/{run.epochs}  test {row.test_accuracy:.2f} %  train {row.train_accuracy:.2f} %  "
+        f"loss {row.train_loss:.4f}  lr {row.learning_rate:.4f}  {row.seconds:.1f} s"
     )
 
 

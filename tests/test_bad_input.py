@@ -36,6 +36,7 @@ def outs(project: Project, stage: str) -> list[str]:
         ({"workers.seeds": [3, 3]}, {}, ["params.yaml: workers.seeds", "more than once"]),
         ({"workers.seeds": []}, {}, ["params.yaml: workers.seeds", "empty"]),
         ({"phase1.batch_size": 25}, {"SWAP_NPROC": "2"}, ["phase1.batch_size is 25", "2 processes", "SWAP_NPROC to 1"]),
+        ({"phase1.stop_accuracy": 0.9}, {}, ["phase1.stop_accuracy is 0.9", "write 90"]),
         ({}, {"SWAP_NPROC": "two"}, ["SWAP_NPROC is 'two'", "whole number"]),
         ({"phase1.seed": 5}, {"SWAP_TIMEOUT_MINUTES": "soon"}, ["SWAP_TIMEOUT_MINUTES is 'soon'", "whole number"]),
         ({}, {"SWAP_DEVICE": "gpu"}, ["SWAP_DEVICE is 'gpu'", "choose cpu or cuda"]),
@@ -132,6 +133,10 @@ def test_a_diverging_phase_says_where_and_what_to_do(finished: Project) -> None:
         finished.stage("phase1", SWAP_NPROC="1"), "phase1: loss or gradient is not finite at epoch", "peak_lr"
     )
     assert outs(finished, "phase1") == before
+
+
+def test_a_seed_that_is_not_listed_is_not_trained(finished: Project) -> None:
+    assert_one_line(finished.stage("phase2", "--seed", "99"), "--seed 99 is not in workers.seeds [0, 1, 2]")
 
 
 def test_a_worker_larger_than_the_machine_is_refused(finished: Project) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Project
@@ -60,6 +61,13 @@ def test_predict_takes_colour_images_of_any_size(
     assert len(done.stdout.splitlines()) == 10
     total = sum(float(line.split("\t")[2].removesuffix(" %")) for line in done.stdout.splitlines())
     assert total == pytest.approx(100, abs=0.1)
+
+
+def test_predict_scales_sixteen_bits_to_eight(finished_project: Project, pictures: list[Path], tmp_path: Path) -> None:
+    deep = tmp_path / "deep.png"
+    Image.fromarray(np.asarray(Image.open(pictures[0])).astype(np.uint16) * 257).save(deep)
+    plain, scaled = (swap(finished_project, "predict", str(path)).stdout for path in (pictures[0], deep))
+    assert scaled.split("\t")[1:] == plain.split("\t")[1:]
 
 
 def test_predict_names_what_it_cannot_read(finished_project: Project, pictures: list[Path], tmp_path: Path) -> None:

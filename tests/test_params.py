@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from swap_pipeline.params import parse_params, read_params
 
 
 def tree() -> dict[str, Any]:
+    """The committed file, with fixed values where a test counts on one: users edit that file."""
     loaded: dict[str, Any] = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
+    loaded["phase1"] |= {"warmup_epochs": 1, "max_epochs": 24}
+    loaded["phase2"] |= {"warmup_epochs": 0, "epochs": 8}
+    loaded["optimizer"] |= {"nesterov": True, "momentum": 0.9}
     return loaded
 
 
@@ -30,14 +35,13 @@ def changed(dotted: str, value: Any) -> dict[str, Any]:
 
 def test_the_committed_file_is_valid_and_typed() -> None:
     params = read_params(ROOT / "params.yaml")
-    assert params.workers.seeds == (0, 1, 2, 3)
+    assert all(isinstance(seed, int) for seed in params.workers.seeds)
     assert isinstance(params.phase1.warmup_epochs, float)
-    assert params.phase2.gpus_per_worker == 1
 
 
 def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
-    path.write_text((ROOT / "params.yaml").read_text().replace("weight_decay: 5.0e-4", "weight_decay: 5e-4"))
+    path.write_text(re.sub(r"weight_decay: .*", "weight_decay: 5e-4", (ROOT / "params.yaml").read_text()))
     assert read_params(path).optimizer.weight_decay == 5e-4
 
 
@@ -51,6 +55,8 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
             "480",
             "phase1.batch_size is '480', but must be a whole number (write it without quotes)",
         ),
+        ("phase1.batch_size", "many", "phase1.batch_size is 'many', but must be a whole number"),
+        ("phase1.stop_accuracy", 0.91, "phase1.stop_accuracy is 0.91, but in percent: write 91"),
         ("phase1.batch_size", 1.5, "phase1.batch_size is 1.5, but must be a whole number"),
         ("phase1.batch_size", True, "phase1.batch_size is True, but must be a whole number"),
         ("phase1.batch_size", 0, "phase1.batch_size is 0, but must be at least 1"),

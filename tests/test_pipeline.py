@@ -229,7 +229,7 @@ def test_the_flags_of_the_readme_give_a_narrow_table(finished: Project) -> None:
     assert "slower" in output
     assert "phase2.peak_lr" in output
     assert "swap.test_accuracy" in output
-    assert max(len(line) for line in output.splitlines()) <= 160
+    assert max(len(line) for line in output.splitlines()) <= 120
 
 
 def test_a_stage_under_torchrun_by_hand_gives_the_same_bytes(finished: Project) -> None:
@@ -272,6 +272,14 @@ def test_an_unexpected_error_shows_the_rank_s_own_traceback(finished: Project) -
     assert done.returncode == 1
     assert "TypeError: unsupported operand" in done.stderr
     assert "ChildFailedError" not in done.stderr
+
+
+def test_a_stage_run_again_by_hand_changes_nothing_and_says_where_the_result_is_from(finished: Project) -> None:
+    for stage in (["phase1"], ["phase2", "--seed", "0"], ["phase1"]):
+        done = finished.stage(*stage)
+        assert "trained before, taken from" in done.stdout
+    assert finished.run("git", "status", "--porcelain").stdout == ""
+    assert "up to date" in finished.dvc("status")
 
 
 def test_a_worker_can_be_a_group_of_devices(finished: Project) -> None:
