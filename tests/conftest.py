@@ -62,7 +62,7 @@ class Project:
             **inherited,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SWAP_DEVICE": "cpu",
-            "SWAP_NPROC": "2",
+            "SWAP_NPROC": "1",  # torchrun doubles the time of a stage: two ranks only where a test is about them
             "DVC_SITE_CACHE_DIR": str(self.root / ".dvc" / "tmp" / "site"),
             **self.environment,
             **(extra or {}),
@@ -90,7 +90,7 @@ class Project:
 
     def copy_to(self, target: Path) -> Project:
         shutil.copytree(self.root, target, symlinks=True)
-        return Project(target)
+        return Project(target, self.environment)
 
 
 def set_params(path: Path, values: Mapping[str, Any]) -> None:
@@ -143,19 +143,22 @@ def project(tmp_path: Path) -> Project:
     return make_project(tmp_path / "project")
 
 
-def made_once(name: str, params: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Project:
+def made_once(
+    name: str, params: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory, **environment: str
+) -> Project:
     """A project after `dvc repro`, with what that printed in `output.txt` beside it; shared by all test processes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     with FileLock(f"{folder}.lock"):
         if not (folder / "output.txt").exists():
             project = make_project(folder / "project")
+            project.environment = environment
             project.set_params(params)
             output = project.dvc("repro")
             project.run("git", "add", "-A")
             project.run("git", "commit", "-qm", "first run")
             (folder / "output.txt").write_text(output)
-    return Project(folder / "project")
+    return Project(folder / "project", environment)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from pathlib import Path
 import pytest
 from conftest import Project, made_once
 
+from swap_pipeline.launch import this_machine
+
+TWO_RANKS = {"SWAP_NPROC": "2"}
 LONGER = {"phase1.max_epochs": 30, "phase2.epochs": 30, "workers.seeds": [0, 1]}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    return made_once("undisturbed", LONGER, tmp_path_factory)
+    return made_once("undisturbed", LONGER, tmp_path_factory, **TWO_RANKS)
 
 
 def processes_in(folder: Path) -> list[int]:
@@ -66,6 +70,7 @@ def snapshots(project: Project, stage: str) -> list[int]:
 def test_a_pipeline_killed_again_and_again_goes_on_each_time_and_ends_in_the_same_bytes(
     undisturbed: Project, project: Project
 ) -> None:
+    project.environment = TWO_RANKS
     project.set_params(LONGER)
     for stage, epoch in (("phase1", 3), ("phase1", 17), ("phase2", 3), ("phase2", 17)):
         start_and_signal(
@@ -109,6 +114,21 @@ def test_workers_train_at_the_same_time(undisturbed: Project) -> None:
         seed: next(i for i, line in enumerate(lines) if f"phase2 seed {seed}: epoch 30/" in line) for seed in (0, 1)
     }
     assert max(first.values()) < min(last.values())
+
+
+def test_a_stage_under_torchrun_by_hand_gives_the_same_bytes(undisturbed: Project, tmp_path: Path) -> None:
+    project = undisturbed.copy_to(tmp_path / "project")
+    expected = project.bytes_of("checkpoints/phase1/model.safetensors")
+    shutil.rmtree(project.root / ".swap")
+    (project.root / "checkpoints/phase1/model.safetensors").unlink()
+    command = "torchrun --standalone --nproc-per-node 2 -m stages.phase1"
+    assert command in (project.root / "stages" / "phase1.py").read_text()
+
+    threads = max(1, this_machine().cores // 2)
+    done = project.run(*command.split(), OMP_NUM_THREADS=str(threads))
+
+    assert "phase1: epoch 30/30" in done.stdout
+    assert project.bytes_of("checkpoints/phase1/model.safetensors") == expected
 
 
 def start(project: Project, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -162,6 +182,7 @@ def test_a_worker_that_waited_while_params_changed_does_not_train_under_the_old_
 def test_an_interrupted_phase_leaves_with_a_short_message_and_no_process_behind(
     project: Project, number: signal.Signals
 ) -> None:
+    project.environment = TWO_RANKS
     project.set_params(LONGER)
     code = start_and_signal(project, lambda: max(snapshots(project, "phase1"), default=0) >= 2, number)
     wait_until(lambda: processes_in(project.root) == [], seconds=10)
