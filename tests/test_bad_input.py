@@ -38,7 +38,11 @@ def outs(project: Project, stage: str) -> list[str]:
         ({"phase1.batch_size": 25}, {"SWAP_NPROC": "2"}, ["phase1.batch_size is 25", "2 processes", "SWAP_NPROC to 1"]),
         ({"phase1.stop_accuracy": 0.9}, {}, ["phase1.stop_accuracy is 0.9", "write 90"]),
         ({}, {"SWAP_NPROC": "two"}, ["SWAP_NPROC is 'two'", "whole number"]),
-        ({"phase1.seed": 5}, {"SWAP_TIMEOUT_MINUTES": "soon"}, ["SWAP_TIMEOUT_MINUTES is 'soon'", "whole number"]),
+        (
+            {"phase1.seed": 5},
+            {"SWAP_NPROC": "2", "SWAP_TIMEOUT_MINUTES": "soon"},
+            ["SWAP_TIMEOUT_MINUTES is 'soon'", "whole number"],
+        ),
         ({}, {"SWAP_DEVICE": "gpu"}, ["SWAP_DEVICE is 'gpu'", "choose cpu or cuda"]),
     ],
 )

@@ -217,7 +217,7 @@ def test_experiments_in_the_workspace_in_a_temporary_folder_and_from_the_queue(f
 
 
 def test_the_flags_of_the_readme_give_a_narrow_table(finished: Project) -> None:
-    finished.dvc("exp", "run", "-n", "slower", "-S", "phase2.peak_lr=0.02")
+    finished.dvc("exp", "run", "-n", "slower", "-S", "phase2.peak_lr=0.5")
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     command = re.search(r"^dvc (exp show .*?)$", readme.replace("\\\n", " "), re.MULTILINE)
     assert command is not None
@@ -226,7 +226,7 @@ def test_the_flags_of_the_readme_give_a_narrow_table(finished: Project) -> None:
     output = finished.run("dvc", *shlex.split(command[1]), COLUMNS="200").stdout
     assert "slower" in output
     assert "phase2.peak_lr" in output
-    assert "swap.test_accuracy" in output
+    assert "workers.test_accuracy_mean" in output
     assert max(len(line) for line in output.splitlines()) <= 120
 
 
