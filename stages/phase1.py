@@ -32,27 +32,24 @@ def main() -> None:
 def train_phase1(params: Params, folder: JobFolder) -> None:
     """Algorithm 1, phase 1, as one of its ranks."""
     from swap_pipeline.data import derive_seed
-    from swap_pipeline.schedules import warmup_then_decay
-    from swap_pipeline.training import Run
-    from swap_pipeline.training_job import run_training_job
+    from swap_pipeline.training_job import make_run, run_training_job
 
     phase = params.phase1
     run_training_job(
-        Run(
+        make_run(
+            phase,
             name="phase1",
             section="phase1",
             seed=derive_seed("phase1", phase.seed),
-            batch_size=phase.batch_size,
             epochs=phase.max_epochs,
-            learning_rate=warmup_then_decay(
-                peak=phase.peak_lr, warmup_epochs=phase.warmup_epochs, epochs=phase.max_epochs
-            ),
             stop_accuracy=phase.stop_accuracy,
         ),
         start=derive_seed("initial weights", phase.seed),
         header={"phase": "phase1", "seed": phase.seed},
-        model=params.model,
+        root=params.data.root,
+        test_crop=params.data.test_crop,
         augment=params.data.augment,
+        model=params.model,
         optimizer=params.optimizer,
         compute=params.compute,
         folder=folder,

@@ -54,27 +54,31 @@ def chosen_seed(text: str, listed: tuple[int, ...]) -> int:
 def train_worker(params: Params, seed: int, folder: JobFolder) -> None:
     """Algorithm 1, phase 2, for one w."""
     from swap_pipeline.data import derive_seed
-    from swap_pipeline.schedules import warmup_then_decay
-    from swap_pipeline.training import Run
-    from swap_pipeline.training_job import run_training_job
+    from swap_pipeline.training_job import make_run, run_training_job
 
     phase = params.phase2
+    cycle = phase.epochs // phase.cycles
     run_training_job(
-        Run(
+        make_run(
+            phase,
             name=f"phase2 seed {seed}",
             section="phase2",
             seed=derive_seed("phase2", seed),
-            batch_size=phase.batch_size,
             epochs=phase.epochs,
-            learning_rate=warmup_then_decay(peak=phase.peak_lr, warmup_epochs=phase.warmup_epochs, epochs=phase.epochs),
+            cycles=phase.cycles,
+            first_epoch=phase.first_epoch or 0,
         ),
         start=Path("checkpoints/phase1/model.safetensors"),
         header={"phase": "phase2", "seed": seed},
-        model=params.model,
+        root=params.data.root,
+        test_crop=params.data.test_crop,
         augment=params.data.augment,
+        model=params.model,
         optimizer=params.optimizer,
         compute=params.compute,
         folder=folder,
+        # The last cycle's model is the result itself.
+        keep={cycle * k: f"cycle_{k}.safetensors" for k in range(1, phase.cycles)},
     )
 
 

@@ -33,43 +33,58 @@ def main() -> None:
         folder.collect(checkpoints=Path("checkpoints/phase3"), record=Path("metrics/phase3.json"))
 
 
+def model_files(seeds: tuple[int, ...], cycles: int) -> list[Path]:
+    """All models to average: of each worker one for every cycle, the last of which is its final model."""
+    names = [*(f"cycle_{k}.safetensors" for k in range(1, cycles)), "model.safetensors"]
+    return [Path(f"checkpoints/phase2/seed_{seed}") / name for seed in sorted(seeds) for name in names]
+
+
 def average_workers(params: Params, folder: JobFolder) -> None:
     """Algorithm 1, phase 3, as one of its ranks."""
     from swap_pipeline.averaging import average_files
     from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
     from swap_pipeline.checkpoint import load_weights
     from swap_pipeline.distributed import process_group
+    from swap_pipeline.precision import autocast
     from swap_pipeline.progress import Reporter
     from swap_pipeline.training import evaluate, set_up, write_result
-    from swap_pipeline.training_job import open_data, prepare_network
+    from swap_pipeline.training_job import open_data, prepare_network, view_of_checkpoint
 
-    phase, seeds = params.phase3, sorted(params.workers.seeds)
+    phase, compute = params.phase3, params.compute
+    seeds, models = sorted(params.workers.seeds), model_files(params.workers.seeds, params.phase2.cycles)
     with process_group() as group, folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
             return
         reporter = Reporter(name="phase3", total=3, folder=folder.path, is_main=group.is_main)
-        meta, train_images, test_images = open_data(group)
-        network, header = prepare_network(params.model, meta, seed=0)
+        meta, train_images, test_images = open_data(root=params.data.root, test_crop=params.data.test_crop, group=group)
+        view = view_of_checkpoint(models[-1])
+        shape = train_images.image_shape(view)
+        network, header = prepare_network(params.model, meta, seed=0, image_shape=shape, view=view)
         mean = folder.path / "mean.safetensors"
         group.wait()
         began = time.perf_counter()
         if group.is_main:
-            average_files([Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in seeds], mean, {})
+            average_files(models, mean, {})
         group.wait()
-        reporter.done(1, f"averaged {len(seeds)} models")
+        reporter.done(1, f"averaged {len(models)} models")
         load_weights(network, mean)
-        set_up(network, params.compute, group)
-        augment = params.data.augment if phase.augment else None
+        set_up(network, compute, group)
         batches = batches_of_rank(
-            train_images, batch_size=phase.batch_size, seed=phase.seed, augment=augment, group=group
+            train_images,
+            batch_size=phase.batch_size,
+            seed=phase.seed,
+            augment=params.data.augment if phase.augment else None,
+            view=view,
+            group=group,
         )
-        layers = recompute_statistics(network, batches, variance=phase.variance, group=group)
+        with autocast(compute.precision, group.device):
+            layers = recompute_statistics(network, batches, variance=phase.variance, group=group)
         group.finish_queued_work()
         seconds = time.perf_counter() - began
         reporter.done(
-            2, f"statistics of {layers} batch-norm layers" if layers else "no batch-norm statistics to compute"
+            2, f"statistics of {layers} batch-norm layers" if layers else "no batch norm, so no statistics to compute"
         )
-        loss, accuracy = evaluate(network, test_images, group=group)
+        loss, accuracy = evaluate(network, test_images, group=group, precision=compute.precision, view=view)
         reporter.done(3, f"test {accuracy:.2f} %  loss {loss:.4f}  {seconds:.1f} s")
         if group.is_main:
             mean.unlink()

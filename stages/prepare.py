@@ -18,7 +18,7 @@ def main() -> None:
     params = read_params()
     from swap_pipeline.datasets import prepare
 
-    click.echo(prepare(params.data.name, Path("data/prepared")))
+    click.echo(prepare(params.data, Path("data/prepared")))
 
 
 if __name__ == "__main__":

@@ -8,31 +8,33 @@ always whole on one rank, so the result does not depend on the number of ranks, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from swap_pipeline.data import Images, draw_epoch, make_batch
+from swap_pipeline.data import Split, View, draw_epoch
 from swap_pipeline.distributed import Group
 from swap_pipeline.params import Augment
 
 
 def batches_of_rank(
-    images: Images, *, batch_size: int, seed: int, augment: Augment | None, group: Group
+    images: Split, *, batch_size: int, seed: int, augment: Augment | None, group: Group, view: View | None = None
 ) -> Iterator[torch.Tensor]:
     """This rank's share of one pass over all images, in a random order (folders are often sorted by class).
 
     Which images make up a batch depends on `batch_size` and `seed` alone; the last batch may be short.
     """
-    size = (images.pixels.shape[2], images.pixels.shape[3])
     padding, flip, cutout = (augment.padding, augment.flip, augment.cutout) if augment else (0, False, 0)
+    if view is not None and augment is None:
+        view = replace(view, min_scale=None)
     choices = draw_epoch(
         seed=seed,
         epoch=0,
         num_images=len(images),
-        image_size=size,
+        image_size=images.image_shape(view)[1:],
         padding=padding,
         flip=flip,
         cutout=cutout,
@@ -41,9 +43,16 @@ def batches_of_rank(
     edges = list(range(0, len(images), batch_size))
     if len(images) - edges[-1] == 1 and len(edges) > 1:
         edges.pop()  # one image has no variance: it joins the batch before it
-    for index in range(group.rank, len(edges), group.world_size):
-        end = edges[index + 1] if index + 1 < len(edges) else len(images)
-        yield make_batch(images, choices, slice(edges[index], end), padding=padding, cutout=cutout)[0]
+    parts = [slice(start, end) for start, end in zip(edges, [*edges[1:], len(images)], strict=True)]
+    for batch, _ in images.batches(
+        choices,
+        parts[group.rank :: group.world_size],
+        view=view,
+        padding=padding,
+        cutout=cutout,
+        channels_last=True,
+    ):
+        yield batch
 
 
 class _Moments:

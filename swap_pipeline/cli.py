@@ -33,6 +33,70 @@ def main() -> None:
 
 
 @main.command()
+@click.argument("name", required=False)
+@click.option("--force", is_flag=True, help="Overwrite edits of params.yaml that are not committed.")
+def use(name: str | None, force: bool) -> None:
+    """Write the recipe NAME to params.yaml; without NAME, list the recipes.
+
+    A recipe is a complete params file: an experiment of the paper, or one made smaller. params.yaml is not overwritten
+    if that would lose edits.
+    """
+    from swap_pipeline.recipes import data_needed, list_recipes, origin_of_params, use_recipe
+
+    if name is not None:
+        data = use_recipe(name, force=force).data
+        click.echo(f"params.yaml is now recipe {name}")
+        click.echo(f"data: {data.name}, {data_needed(data.name, data.root)}")
+        click.echo("next: `swap plan` shows what it will do, `dvc repro` does it")
+        return
+    recipes = list_recipes()
+    origin = origin_of_params(recipes)
+    widest = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        mark = "*" if origin is not None and recipe.name == origin.recipe else " "
+        click.echo(f"{mark} {recipe.name:{widest}}  {recipe.summary}")
+    now = "none of these" if origin is None else f"{origin.recipe}{', edited' if origin.edited else ''}"
+    click.echo(f"params.yaml is {now}; `swap use NAME` writes a recipe there")
+
+
+@main.command()
+@click.option(
+    "--params",
+    "file",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="What to plan; any recipe will do.",
+)
+@click.option("--gpus", type=click.IntRange(min=1), help="Plan for so many GPUs instead of what this machine has.")
+@click.option(
+    "--images-per-second",
+    type=click.FloatRange(min=0, min_open=True),
+    help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the schedules into this .svg or .png file.")
+@click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON.")
+def plan(file: Path, gpus: int | None, images_per_second: float | None, plot: Path | None, as_json: bool) -> None:
+    """Show what a params file will do: steps, samples, schedules, FLOPs, bytes and expected times.
+
+    Nothing is trained, and neither the data nor the GPUs have to be there. What cannot work is refused.
+    """
+    from swap_pipeline.params import read_params
+    from swap_pipeline.plan_plot import check_format, draw
+
+    if plot is not None:
+        check_format(plot)
+    params = read_params(file)
+    from swap_pipeline.plan_text import json_of, text_of
+    from swap_pipeline.planning import make_forecast
+
+    forecast = make_forecast(params, file=file, num_gpus=gpus, images_per_second=images_per_second)
+    if plot is not None:
+        draw(forecast.plan, plot, title=forecast.title)
+    click.echo(json_of(forecast) if as_json else text_of(forecast))
+
+
+@main.command()
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IMAGE...")
 @click.option("--model", type=click.Path(path_type=Path), default=FINAL_MODEL, show_default=True, help="Checkpoint.")
 @click.option("--top", type=click.IntRange(min=1), default=1, show_default=True, help="How many classes to print.")

@@ -1,4 +1,4 @@
-"""Prepared data: reading it, the order of an epoch, and batches with their augmentation.
+"""Prepared data in memory: reading it, the order of an epoch, and batches with their augmentation.
 
 Everything random in an epoch is drawn for the whole epoch from (seed, epoch) and then sliced by step and rank. Nothing
 depends on how often the process was started or on how many ranks share the work.
@@ -7,8 +7,10 @@ depends on how often the process was started or on how many ranks share the work
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -22,9 +24,15 @@ class Meta:
     """What `meta.json` says of the data."""
 
     classes: tuple[str, ...]
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int] | None
+    """channels, height, width; of images that are read from their files only the channels are known"""
+    channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    @property
+    def in_memory(self) -> bool:
+        return self.shape is not None
 
 
 def read_meta(folder: Path) -> Meta:
@@ -32,9 +40,11 @@ def read_meta(folder: Path) -> Meta:
     try:
         tree = read_json(path)
         channels, height, width = tree["shape"]
+        in_memory = {"memory": True, "files": False}[tree["kind"]]
         meta = Meta(
             classes=tuple(str(name) for name in tree["classes"]),
-            shape=(int(channels), int(height), int(width)),
+            shape=(int(channels), int(height), int(width)) if in_memory else None,
+            channels=int(channels),
             mean=tuple(float(value) for value in tree["mean"]),
             std=tuple(float(value) for value in tree["std"]),
         )
@@ -45,6 +55,54 @@ def read_meta(folder: Path) -> Meta:
     if not len(meta.mean) == len(meta.std) == channels:
         raise SwapError(f"{path} is damaged (mean, std and shape do not agree): delete it and run `dvc repro`")
     return meta
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """How images that are read from their files are seen; images in memory are as they are."""
+
+    size: int
+    """side of the square in pixels"""
+    min_scale: float | None = None
+    """training: a random crop of at least this share of the area; None: the middle of the image"""
+
+
+class Split(Protocol):
+    """The training or the test images, in memory or in files."""
+
+    def __len__(self) -> int: ...
+
+    def image_shape(self, view: View | None) -> tuple[int, int, int]:
+        """Channels, height and width of what the network is trained on."""
+
+    def batches(
+        self,
+        choices: EpochChoices,
+        parts: Sequence[slice],
+        *,
+        view: View | None,
+        padding: int,
+        cutout: int,
+        channels_last: bool,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Normalised, augmented images and their labels, for each of these ranges of positions in the epoch."""
+
+    def test_batches(
+        self, *, batch_size: int, rank: int, world_size: int, view: View | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's share of one pass over all images as they are."""
+
+
+def steps_per_epoch(num_images: int, batch_size: int) -> int:
+    """The last, short batch of an epoch is dropped."""
+    return num_images // batch_size
+
+
+def batch_share(step: int, *, batch_size: int, rank: int, world_size: int) -> slice:
+    """The positions in the epoch's order that a rank has in a step, of a batch that all ranks share equally."""
+    per_rank = batch_size // world_size
+    first = step * batch_size + rank * per_rank
+    return slice(first, first + per_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +123,35 @@ class Images:
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.to(torch.float32).sub_(self.mean).div_(self.std)
 
+    def image_shape(self, view: View | None) -> tuple[int, int, int]:
+        _, channels, height, width = self.pixels.shape
+        return channels, height, width
+
+    def batches(
+        self,
+        choices: EpochChoices,
+        parts: Sequence[slice],
+        *,
+        view: View | None,
+        padding: int,
+        cutout: int,
+        channels_last: bool,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for part in parts:
+            yield make_batch(self, choices, part, padding=padding, cutout=cutout, channels_last=channels_last)
+
+    def test_batches(
+        self, *, batch_size: int, rank: int, world_size: int, view: View | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for first in range(rank * batch_size, len(self), world_size * batch_size):
+            part = slice(first, first + batch_size)
+            yield self.normalise(self.pixels[part]), self.labels[part]
+
 
 def read_images(folder: Path, split: str, device: torch.device) -> Images:
     """Memory-map a split; on a GPU, copy it there once."""
     meta = read_meta(folder)
+    assert meta.in_memory
     path = folder / f"{split}.safetensors"
     file = TensorFile(path)
     for key in ("images", "labels"):
@@ -80,15 +163,17 @@ def read_images(folder: Path, split: str, device: torch.device) -> Images:
     if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= len(meta.classes):
         raise SwapError(f"{path} is empty or has labels without a class: delete it and run `dvc repro`")
 
-    def constant(values: tuple[float, ...]) -> torch.Tensor:
-        return (torch.tensor(values, dtype=torch.float32) * 255).view(1, -1, 1, 1).to(device)
-
     return Images(
         pixels=pixels.to(device),
         labels=labels.to(device, torch.int64),
-        mean=constant(meta.mean),
-        std=constant(meta.std),
+        mean=pixel_scale(meta.mean, device),
+        std=pixel_scale(meta.std, device),
     )
+
+
+def pixel_scale(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Values of each channel on the scale 0–1, as 1×C×1×1 on the scale of pixels."""
+    return (torch.tensor(values, dtype=torch.float32) * 255).view(1, -1, 1, 1).to(device)
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -102,11 +187,29 @@ class EpochChoices:
     """All that chance decides in one epoch; position i of every tensor belongs to the i-th image that is shown."""
 
     order: torch.Tensor
+    seed: int = 0
+    """for what is drawn image by image: the crops of images that are read from their files"""
     top: torch.Tensor | None = None
     left: torch.Tensor | None = None
     flip: torch.Tensor | None = None
     cut_top: torch.Tensor | None = None
     cut_left: torch.Tensor | None = None
+
+    def of_batch(self, positions: slice) -> EpochChoices:
+        """The choices for a batch that has been read from files already, in this order."""
+
+        def part(choice: torch.Tensor | None) -> torch.Tensor | None:
+            return None if choice is None else choice[positions]
+
+        return EpochChoices(
+            seed=self.seed,
+            order=torch.arange(positions.stop - positions.start, device=self.order.device),
+            top=part(self.top),
+            left=part(self.left),
+            flip=part(self.flip),
+            cut_top=part(self.cut_top),
+            cut_left=part(self.cut_left),
+        )
 
 
 def draw_epoch(
@@ -121,7 +224,8 @@ def draw_epoch(
     device: torch.device | None = None,
 ) -> EpochChoices:
     """Draw the choices of an epoch on the CPU, so that they are the same on every kind of device."""
-    generator = torch.Generator().manual_seed(derive_seed("epoch", seed, epoch))
+    own_seed = derive_seed("epoch", seed, epoch)
+    generator = torch.Generator().manual_seed(own_seed)
     height, width = image_size
 
     def choose(options: int) -> torch.Tensor:
@@ -130,6 +234,7 @@ def draw_epoch(
     order = torch.randperm(num_images, generator=generator).to(device)
     return EpochChoices(
         order=order,
+        seed=own_seed,
         top=choose(2 * padding + 1) if padding else None,
         left=choose(2 * padding + 1) if padding else None,
         flip=choose(2).bool() if flip else None,

@@ -1,18 +1,73 @@
-"""Named data sets → `data/prepared/`: uint8 tensors, labels and what there is to know about them."""
+"""Named data sets → `data/prepared/`: uint8 tensors or an index of image files, and what there is to know of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from swap_pipeline.archives import find_or_download, read_idx, read_members
 from swap_pipeline.checkpoint import TensorFile, write_tensors
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import write_json
+from swap_pipeline.image_files import find_root, read_image
+from swap_pipeline.image_folders import FolderSplit, Looks, joined, look_at, processes_for, scan
+from swap_pipeline.params import Data
 
 FASHION_MINI = Path("data/fashion-mini.safetensors")
+
+CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+CIFAR100_URL = "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"
+CIFAR100_MD5 = "03b5dce01913d631647c71ecec9e9cb8"
+FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+# Of each file as it is published and, since Debian compresses it anew, of what is in it.
+FASHION_MNIST_MD5 = {
+    "train-images-idx3-ubyte.gz": ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
+    "train-labels-idx1-ubyte.gz": ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
+    "t10k-images-idx3-ubyte.gz": ("bef4ecab320f06d8554ea6380940ec79", "8181f5470baa50b63fa0f6fddb340f0a"),
+    "t10k-labels-idx1-ubyte.gz": ("bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
+}
+FASHION_MNIST_DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # apt-get install dataset-fashion-mnist
+FASHION_MNIST_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+# What ImageNet is normalised by everywhere, so that published weights fit.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a data set before it is there."""
+
+    num_train: int
+    num_test: int
+    shape: tuple[int, int | None, int | None]
+    """channels, height and width; None where images differ"""
+    num_classes: int
+
+
+FACTS = {
+    "fashion-mini": Facts(num_train=10_000, num_test=10_000, shape=(1, 28, 28), num_classes=10),
+    "fashion-mnist": Facts(num_train=60_000, num_test=10_000, shape=(1, 28, 28), num_classes=10),
+    "cifar10": Facts(num_train=50_000, num_test=10_000, shape=(3, 32, 32), num_classes=10),
+    "cifar100": Facts(num_train=50_000, num_test=10_000, shape=(3, 32, 32), num_classes=100),
+    "imagenet": Facts(num_train=1_281_167, num_test=50_000, shape=(3, None, None), num_classes=1000),
+}
+
+
+def count_folder(root: str | Path) -> tuple[int, int, int, tuple[int, int, int]]:
+    """Training images, test images, classes, and channels, height and width of the first image: a look at the names."""
+    tree = scan(find_root(str(root)))
+    return len(tree.train), len(tree.test), len(tree.classes), _shape_of(tree.root / tree.train.paths[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +81,151 @@ class Source:
     test_labels: torch.Tensor
 
 
-def fashion_mini() -> Source:
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """All that is written."""
+
+    train: Mapping[str, torch.Tensor]
+    test: Mapping[str, torch.Tensor]
+    kind: Literal["memory", "files"]
+    classes: tuple[str, ...]
+    shape: tuple[int, int | None, int | None]
+    normalisation: tuple[list[float], list[float]]
+    about: str
+    """the end of the line that is shown"""
+    notes: Sequence[str] = ()
+
+
+def prepare(data: Data, folder: Path) -> str:
+    """Write the named data set to `folder`; returns a line about it, and one for each thing that people should know."""
+    if data.name in _FROM_ARRAYS:
+        made = _from_arrays(data)
+    elif data.name in _FROM_FOLDERS:
+        made = _from_folder(data)
+    else:
+        raise _unknown(data.name)
+    _write(folder, made)
+    num_train, num_test = len(made.train["labels"]), len(made.test["labels"])
+    line = f"{data.name}: {num_train:,} training and {num_test:,} test images, {made.about}"
+    return "\n".join([line, *made.notes])
+
+
+def _unknown(name: str) -> SwapError:
+    known = [*_FROM_ARRAYS, *_FROM_FOLDERS]
+    closest = difflib.get_close_matches(name.lower(), known, n=2)
+    hint = f"did you mean {' or '.join(closest)}? Known are" if closest else "choose one of"
+    return SwapError(f"params.yaml: data.name is {name!r}: {hint} {', '.join(known)}")
+
+
+def _write(folder: Path, made: _Prepared) -> None:
+    """What is known of the data is written last and removed first: without it, nothing here looks whole."""
+    splits = {"train": made.train, "test": made.test}
+    (folder / "meta.json").unlink(missing_ok=True)
+    try:
+        for split, tensors in splits.items():
+            info = {"split": split} | ({"list": _list_hash(tensors)} if made.kind == "files" else {})
+            write_tensors(folder / f"{split}.safetensors", tensors, info)
+    except BaseException:
+        for split in splits:
+            (folder / f"{split}.safetensors").unlink(missing_ok=True)
+        raise
+    mean, std = made.normalisation
+    meta = {"kind": made.kind, "classes": list(made.classes), "shape": list(made.shape), "mean": mean, "std": std}
+    write_json(folder / "meta.json", meta)
+
+
+def _list_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    """One hash over all that an index says, in the order of its keys' names."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _from_arrays(data: Data) -> _Prepared:
+    source = _FROM_ARRAYS[data.name](data.root)
+    chosen, notes = _chosen(source.train_labels.numpy(), source.classes, data)
+    train_images, train_labels = source.train_images, source.train_labels
+    if chosen is not None:
+        train_images, train_labels = train_images[chosen], train_labels[chosen]
+    channels, height, width = train_images.shape[1:]
+    return _Prepared(
+        train={"images": train_images, "labels": train_labels},
+        test={"images": source.test_images, "labels": source.test_labels},
+        kind="memory",
+        classes=source.classes,
+        shape=(channels, height, width),
+        normalisation=_moments(_counts(train_images)),
+        about=f"{channels}×{height}×{width}, {len(source.classes)} classes, in memory",
+        notes=notes,
+    )
+
+
+def _counts(images: torch.Tensor) -> torch.Tensor:
+    """How often each of the 256 values occurs in each channel."""
+    channels = range(images.shape[1])
+    return torch.stack([torch.bincount(images[:, channel].reshape(-1), minlength=256) for channel in channels])
+
+
+def _moments(counts: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel on the scale 0–1, from exact counts of the 256 values."""
+    values = torch.arange(256, dtype=torch.float64) / 255
+    mean, std = [], []
+    for channel, of_channel in enumerate(counts.double()):
+        average = (of_channel @ values) / of_channel.sum()
+        spread = ((of_channel @ (values - average) ** 2) / of_channel.sum()).sqrt()
+        if spread == 0:
+            raise SwapError(f"all training images have the same value in channel {channel}: there is nothing to learn")
+        mean.append(average.item())
+        std.append(spread.item())
+    return mean, std
+
+
+# --- a part of the training images
+
+
+def _chosen(
+    labels: NDArray[np.int64], classes: Sequence[str], data: Data
+) -> tuple[NDArray[np.int64] | None, list[str]]:
+    """Which training images are used, None for all of them; and what there is to say about that."""
+    if data.train_images == "all" or data.train_images == len(labels):
+        return None, []
+    if data.train_images > len(labels):
+        raise SwapError(
+            f"params.yaml: data.train_images is {data.train_images}, but {data.name} has {len(labels)}: "
+            f"lower it, or write all"
+        )
+    chosen = choose_balanced(labels, len(classes), data.train_images)
+    notes = [f"note: {data.train_images:,} of {len(labels):,} training images are used (data.train_images)"]
+    num_unseen = len(classes) - len(np.unique(labels[chosen]))
+    if num_unseen:
+        notes.append(f"warning: {num_unseen:,} of {len(classes):,} classes have no training image: raise it to see all")
+    return chosen, notes
+
+
+def choose_balanced(labels: NDArray[np.int64], num_classes: int, number: int) -> NDArray[np.int64]:
+    """Positions of `number` images, as evenly from all classes as these allow; always the same ones, in their order.
+
+    Which ones is decided by a hash and not by a generator, whose numbers may differ from version to version.
+    """
+    of_class = [np.flatnonzero(labels == label) for label in range(num_classes)]
+    chosen: list[int] = []
+    # From the smallest class up: what one lacks, those after it share.
+    for rank, label in enumerate(sorted(range(num_classes), key=lambda label: (len(of_class[label]), label))):
+        share = (number - len(chosen)) // (num_classes - rank)
+        ranked = sorted(range(len(of_class[label])), key=lambda place: _lot(label, place))
+        chosen += of_class[label][ranked[:share]].tolist()
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+def _lot(label: int, place: int) -> bytes:
+    return hashlib.blake2b(f"training image {place} of class {label}".encode(), digest_size=8).digest()
+
+
+# --- data sets that come as arrays
+
+
+def _fashion_mini(_root: str) -> Source:
     """10,000 training images (1,000 a class) and the whole test set of Fashion-MNIST, kept in this repository."""
     keys = ("train_images", "train_labels", "test_images", "test_labels")
     try:
@@ -36,38 +235,159 @@ def fashion_mini() -> Source:
         raise SwapError(f"{FASHION_MINI} is missing or damaged: `git checkout {FASHION_MINI}` brings it back") from None
 
 
-DATA_SETS: dict[str, Callable[[], Source]] = {"fashion-mini": fashion_mini}
+def _fashion_mnist(root: str) -> Source:
+    def read(name: str) -> torch.Tensor:
+        md5, contents_md5 = FASHION_MNIST_MD5[name]
+        url = f"{FASHION_MNIST_URL}/{name}"
+        path = find_or_download(url, md5, root, contents_md5=contents_md5, also_in=FASHION_MNIST_DEBIAN)
+        return torch.from_numpy(read_idx(path))
+
+    splits: dict[str, torch.Tensor] = {}
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        images, labels = read(f"{prefix}-images-idx3-ubyte.gz"), read(f"{prefix}-labels-idx1-ubyte.gz")
+        if images.dim() != 3 or labels.shape != (len(images),) or int(labels.max()) >= len(FASHION_MNIST_CLASSES):
+            raise SwapError(f"Fashion-MNIST: {prefix}-images and {prefix}-labels do not belong together")
+        splits |= {f"{split}_images": images[:, None], f"{split}_labels": labels.long()}
+    return Source(classes=FASHION_MNIST_CLASSES, **splits)
 
 
-def prepare(name: str, folder: Path) -> str:
-    """Write the named data set to `folder`; returns a line about it."""
-    if name not in DATA_SETS:
-        raise SwapError(f"params.yaml: data.name is {name!r}: choose one of {', '.join(DATA_SETS)}")
-    source = DATA_SETS[name]()
-    mean, std = _moments(source.train_images)
-    for split, images, labels in (
-        ("train", source.train_images, source.train_labels),
-        ("test", source.test_images, source.test_labels),
-    ):
-        write_tensors(folder / f"{split}.safetensors", {"images": images, "labels": labels}, {"split": split})
-    shape = list(source.train_images.shape[1:])
-    write_json(folder / "meta.json", {"classes": list(source.classes), "shape": shape, "mean": mean, "std": std})
-    return (
-        f"{name}: {len(source.train_labels):,} training and {len(source.test_labels):,} test images, "
-        f"{'×'.join(map(str, shape))}, {len(source.classes)} classes"
+def _cifar10(root: str) -> Source:
+    path = find_or_download(CIFAR10_URL, CIFAR10_MD5, root)
+    folder = "cifar-10-batches-bin"
+    train = [f"{folder}/data_batch_{number}.bin" for number in range(1, 6)]
+    return _cifar(path, train, f"{folder}/test_batch.bin", f"{folder}/batches.meta.txt", num_labels=1)
+
+
+def _cifar100(root: str) -> Source:
+    path = find_or_download(CIFAR100_URL, CIFAR100_MD5, root)
+    folder = "cifar-100-binary"
+    # Of an image's two labels, the coarse and the fine one, the last counts.
+    return _cifar(path, [f"{folder}/train.bin"], f"{folder}/test.bin", f"{folder}/fine_label_names.txt", num_labels=2)
+
+
+def _cifar(path: Path, train: Sequence[str], test: str, names: str, *, num_labels: int) -> Source:
+    """Records of labels and 3×32×32 pixels, red, green, blue; class names are in a text file, one a line."""
+    files = read_members(path, [*train, test, names])
+    classes = tuple(line.strip() for line in files[names].decode(errors="replace").splitlines() if line.strip())
+
+    def split(members: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        for member in members:
+            if not files[member] or len(files[member]) % (num_labels + 3072):
+                raise SwapError(f"{path}: {member} does not consist of records of {num_labels + 3072} bytes")
+        data = np.frombuffer(b"".join(files[member] for member in members), dtype=np.uint8)
+        records = data.reshape(-1, num_labels + 3072)
+        labels = records[:, num_labels - 1].astype(np.int64)
+        if labels.max() >= len(classes):
+            raise SwapError(f"{path}: {members[0]} has label {labels.max()}, but {names} names {len(classes)} classes")
+        images = records[:, num_labels:].reshape(-1, 3, 32, 32)
+        return torch.from_numpy(np.ascontiguousarray(images)), torch.from_numpy(labels)
+
+    (train_images, train_labels), (test_images, test_labels) = split(train), split([test])
+    return Source(
+        classes=classes,
+        train_images=train_images,
+        train_labels=train_labels,
+        test_images=test_images,
+        test_labels=test_labels,
     )
 
 
-def _moments(images: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel on the scale 0–1, from exact counts of the 256 values."""
-    values = torch.arange(256, dtype=torch.float64) / 255
-    mean, std = [], []
-    for channel in range(images.shape[1]):
-        counts = torch.bincount(images[:, channel].reshape(-1), minlength=256).double()
-        average = (counts @ values) / counts.sum()
-        spread = ((counts @ (values - average) ** 2) / counts.sum()).sqrt()
-        if spread == 0:
-            raise SwapError(f"all training images have the same value in channel {channel}: there is nothing to learn")
-        mean.append(average.item())
-        std.append(spread.item())
-    return mean, std
+_FROM_ARRAYS: dict[str, Callable[[str], Source]] = {
+    "fashion-mini": _fashion_mini,
+    "fashion-mnist": _fashion_mnist,
+    "cifar10": _cifar10,
+    "cifar100": _cifar100,
+}
+
+
+# --- folders of images
+
+# Where test images are looked for; ImageNet's own `test` has no labels.
+_FROM_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
+
+
+def _from_folder(data: Data) -> _Prepared:
+    tree = scan(find_root(data.root), test_names=_FROM_FOLDERS[data.name])
+    chosen, notes = _chosen(tree.train.labels, tree.classes, data)
+    train, test = tree.train if chosen is None else tree.train.only(chosen), tree.test
+    notes = [*tree.notes, *notes]
+    is_imagenet = data.name == "imagenet"
+    if is_imagenet and len(tree.classes) != FACTS["imagenet"].num_classes:
+        notes.append(f"note: {tree.root} has {len(tree.classes):,} classes, ImageNet has 1,000")
+    num_images = len(train) + len(test)
+    keep = _size_to_keep(tree.root / train.paths[0], num_images, data.max_gb_in_memory)
+    with processes_for(num_images) as run:
+        train_looks = look_at(run, tree.root, train.paths, keep=keep, what="training")
+        test_looks = look_at(run, tree.root, test.paths, keep=keep, what="test")
+    looks = joined([train_looks, test_looks])
+    _refuse_unreadable(tree.root, looks)
+    channels = 1 if looks.grey.all() and not is_imagenet else 3
+    why_not = _why_not_in_memory(looks, channels, data.max_gb_in_memory)
+    if why_not:
+        tensors = [_index(train, train_looks), _index(test, test_looks)]
+        shape: tuple[int, int | None, int | None] = (channels, None, None)
+        about = f"{'grey' if channels == 1 else 'in colour'}, {len(tree.classes):,} classes, left in files: {why_not}"
+    else:
+        tensors = [_tensors(train, train_looks, channels), _tensors(test, test_looks, channels)]
+        shape = (channels, int(looks.heights[0]), int(looks.widths[0]))
+        about = f"{'×'.join(map(str, shape))}, {len(tree.classes):,} classes, in memory"
+    customary = list(IMAGENET_MEAN), list(IMAGENET_STD)
+    return _Prepared(
+        train=tensors[0],
+        test=tensors[1],
+        kind="files" if why_not else "memory",
+        classes=tree.classes,
+        shape=shape,
+        normalisation=customary if is_imagenet else _moments(torch.from_numpy(train_looks.counts[:channels])),
+        about=about,
+        notes=notes,
+    )
+
+
+def _size_to_keep(first: Path, num_images: int, max_gb: float) -> tuple[int, int] | None:
+    """Height and width that all images need, to be kept in memory: the first one's, if so many of that size fit."""
+    try:
+        channels, height, width = _shape_of(first)
+    except SwapError:
+        return None  # it will be told with all others that cannot be read
+    return (height, width) if num_images * channels * height * width <= max_gb * 1e9 else None
+
+
+def _shape_of(path: Path) -> tuple[int, int, int]:
+    _, image = read_image(path, None)
+    return len(image.getbands()), image.height, image.width
+
+
+def _refuse_unreadable(root: Path, looks: Looks) -> None:
+    if looks.errors:
+        first = f"{len(looks.errors):,} of {len(looks):,} images in {root} cannot be read: repair or remove them"
+        raise SwapError("\n".join([first, *looks.errors]))
+
+
+def _why_not_in_memory(looks: Looks, channels: int, max_gb: float) -> str:
+    """Why the images have to stay in their files; nothing if they need not."""
+    if len(np.unique(looks.heights)) > 1 or len(np.unique(looks.widths)) > 1:
+        return "they differ in size"
+    num_bytes = channels * int((looks.heights.astype(np.int64) * looks.widths).sum())
+    return f"{num_bytes / 1e9:.3g} GB, more than data.max_gb_in_memory" if num_bytes > max_gb * 1e9 else ""
+
+
+def _tensors(split: FolderSplit, looks: Looks, channels: int) -> dict[str, torch.Tensor]:
+    assert looks.pixels is not None
+    pixels = looks.pixels if looks.pixels.shape[1] == channels else looks.pixels.repeat(channels, axis=1)
+    return {"images": torch.from_numpy(pixels), "labels": torch.from_numpy(split.labels)}
+
+
+def _index(split: FolderSplit, looks: Looks) -> dict[str, torch.Tensor]:
+    """Where the images are and what they were like; all paths in one row of bytes, and where each of them ends."""
+    paths = [path.encode() for path in split.paths]
+    ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
+    arrays = {
+        "labels": split.labels,
+        "heights": looks.heights,
+        "widths": looks.widths,
+        "paths": np.frombuffer(b"".join(paths), dtype=np.uint8).copy(),
+        "path_ends": ends,
+        "digests": looks.digests,
+    }
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}

@@ -44,6 +44,11 @@ def eval_batch_size() -> int:
     return _count("SWAP_EVAL_BATCH", 500)
 
 
+def num_loaders(default: int) -> int:
+    """SWAP_LOADERS: processes that decode images for each rank, where images are read from their files."""
+    return _count("SWAP_LOADERS", default)
+
+
 def timeout_minutes() -> int:
     """SWAP_TIMEOUT_MINUTES: how long a rank waits for the others."""
     return _count("SWAP_TIMEOUT_MINUTES", 30)

@@ -21,7 +21,7 @@ from typing import Any
 
 from swap_pipeline import environment
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import check_divisible
+from swap_pipeline.params import IntByEpoch, check_divisible
 from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE, Display
 from swap_pipeline.ranks import JOB, PARENT, Interrupted
 from swap_pipeline.scratch import JobFolder, Lock, job_folder, scratch_root
@@ -87,7 +87,7 @@ class Job:
     folder: JobFolder
 
 
-def job_on_all_devices(stage: str, *, batch_size: int | None = None) -> Job:
+def job_on_all_devices(stage: str, *, batch_size: IntByEpoch | None = None) -> Job:
     """Phases 1 and 3: one job that has the machine to itself."""
     machine = this_machine()
     # On CPU two ranks are as fast as one with two threads and show that the ranks work; more would leave batch norm
@@ -109,7 +109,7 @@ def job_on_all_devices(stage: str, *, batch_size: int | None = None) -> Job:
     )
 
 
-def worker_job(stage: str, *, seed: int, processes: int, batch_size: int) -> Job:
+def worker_job(stage: str, *, seed: int, processes: int, batch_size: IntByEpoch) -> Job:
     """Phase 2: a worker with devices of its own. On a CPU a device is a core, and a process has one thread, always:
     the number of threads changes the bytes and must not depend on how many workers there are."""
     machine = this_machine()
@@ -291,6 +291,8 @@ class _Running:
             "MKL_NUM_THREADS": str(job.threads),
             "SWAP_DEVICE": machine.device_type,
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "TORCHINDUCTOR_CACHE_DIR": str(scratch_root().resolve() / "compiled"),
+            "TRITON_CACHE_DIR": str(scratch_root().resolve() / "compiled" / "triton"),
             "PYTHONUNBUFFERED": "1",
             PARENT: str(os.getpid()),
             JOB: str(folder.resolve()),

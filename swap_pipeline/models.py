@@ -1,8 +1,17 @@
-"""A network by name, and a trained network by file."""
+"""A network by name, and a trained network by file.
+
+`describe_network` turns the model section of `params.yaml` into a description that stands in every checkpoint;
+`new_network` builds what a description says. Networks come from here (resnet9), from torchvision, from timm, or from a
+user's own function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +20,9 @@ from torch import nn
 
 from swap_pipeline.checkpoint import TensorFile, load_weights
 from swap_pipeline.errors import SwapError
+from swap_pipeline.libraries import check_known, check_option, has_published_weights, library_network, published_weights
+from swap_pipeline.own_network import cause, import_function, is_own, said_of
+from swap_pipeline.params import Model
 
 
 class ResNet9(nn.Module):
@@ -30,6 +42,11 @@ class ResNet9(nn.Module):
         self.head = nn.Linear(8 * width, num_classes, bias=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if min(images.shape[2:]) < 8:
+            height, width = images.shape[2:]
+            raise SwapError(
+                f"resnet9 halves its images three times: {height}×{width} pixels are too few, at least 8×8 are needed"
+            )
         x = self.stage3(self.stage2(self.stage1(self.stem(images))))
         logits: torch.Tensor = self.head(x.amax(dim=(2, 3)))
         return logits * 0.125
@@ -53,43 +70,184 @@ def _conv_bn_relu(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
-NETWORKS = ("resnet9",)
+# What a description consists of; all but the first three only where they are set.
+_KEYS = {"name": str, "channels": int, "num_classes": int, "width": int, "options": dict, "zero_init_last_gamma": bool}
 
 
-def describe_network(*, name: str, width: int, channels: int, num_classes: int) -> dict[str, Any]:
-    """All that it takes to build the network again; stands in every checkpoint's header."""
-    if name not in NETWORKS:
-        raise SwapError(f"params.yaml: model.name is {name!r}: choose one of {', '.join(NETWORKS)}")
-    return {"name": name, "width": width, "channels": channels, "num_classes": num_classes}
+def describe_network(model: Model, *, channels: int, num_classes: int) -> dict[str, Any]:
+    """All that it takes to build the network again; stands in every checkpoint's header.
+
+    `model.pretrained` is not part of it: that only decides where phase 1 starts.
+    """
+    description: dict[str, Any] = {"name": model.name, "channels": channels, "num_classes": num_classes}
+    if model.width is not None:
+        description["width"] = model.width
+    if model.options:
+        description["options"] = dict(model.options)
+    if model.zero_init_last_gamma:
+        description["zero_init_last_gamma"] = True
+    with said_of("params.yaml"):
+        _check(description)
+        if model.pretrained:
+            _check_published(model.name)
+    return description
 
 
 def new_network(description: Mapping[str, Any], *, seed: int) -> nn.Module:
     """A network with the initial weights of `seed`; torch's global generator is left as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _build(description)
+    with said_of("params.yaml"):
+        return _build(description, seed=seed)
 
 
-def _build(description: Mapping[str, Any]) -> nn.Module:
-    settings = dict(description)
-    name = settings.pop("name")
-    assert name == "resnet9", name
-    return ResNet9(**settings)
+def load_pretrained(network: nn.Module, description: Mapping[str, Any]) -> None:
+    """Published weights into a new network: every tensor whose name and shape fit, usually all but the classifier."""
+    name = description["name"]
+    with said_of("params.yaml"):
+        _check_published(name)
+        published = published_weights(description)
+    state = network.state_dict()
+    fitting = {key: published[key] for key in state if key in published and published[key].shape == state[key].shape}
+    weights = [key for key in state if not key.endswith("num_batches_tracked")]
+    fresh = [key for key in weights if key not in fitting]
+    if len(fresh) == len(weights):
+        raise SwapError(f"params.yaml: model.pretrained: none of the published weights of {name} fit this network")
+    state.update(fitting)
+    network.load_state_dict(state)
+    few = ", ".join(fresh[:6]) + (f" and {len(fresh) - 6} more" if len(fresh) > 6 else "")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"published weights of {name}: {f'all but {few}, which stay new' if fresh else 'all'}", flush=True)
 
 
-def load_model(path: str | Path) -> nn.Module:
+def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
     """The network of a checkpoint in eval mode, rebuilt from the file alone.
 
     Its input is a float batch, N×C×H×W, that the caller has normalised with the `mean` and `std` of the header
     (`swap_pipeline.checkpoint.TensorFile(path).info`); `swap predict` does that for you.
+
+    A file from elsewhere must not choose which code runs: a user's own network (`package.module:function`) is built
+    only if `own` is that very name.
     """
     path = Path(path)
-    info = TensorFile(path).info
-    description = info.get("model")
+    description = TensorFile(path).info.get("model")
     if not isinstance(description, dict):
         raise SwapError(f"{path} is not a checkpoint of a network: its header does not describe one")
-    if description.get("name") not in NETWORKS:
-        raise SwapError(f"{path} holds a network {description.get('name')!r}, which this version does not know")
-    network = new_network(description, seed=0)
+    name = description.get("name")
+    if not isinstance(name, str) or any(not _is(description[key], _KEYS.get(key)) for key in description):
+        raise SwapError(f"{path} holds a network {name!r} in a form that this version does not know")
+    if not {"channels", "num_classes"} <= description.keys():
+        raise SwapError(f"{path} holds a network {name!r}, but its header does not say for which images and classes")
+    if is_own(name) and name != own:
+        raise SwapError(
+            f"{path} holds a network that is made by {name}, code that is not part of this package: "
+            f"if you trust it, pass own={name!r}"
+        )
+    with said_of(path):
+        _check(description)
+        network = _build(description, seed=0)
     load_weights(network, path)
     return network.eval()
+
+
+def _is(value: Any, kind: type | None) -> bool:
+    if kind is int:
+        return type(value) is int and value > 0  # a bool is an int to Python
+    return kind is not None and isinstance(value, kind)
+
+
+def _check(description: Mapping[str, Any]) -> None:
+    """What can be told of a network's settings before it is built."""
+    name, width, options = description["name"], description.get("width"), description.get("options", {})
+    if is_own(name):
+        import_function(name)
+    elif name == "resnet9":
+        _check_resnet9(width=width, options=options, zero=description.get("zero_init_last_gamma", False))
+    else:
+        check_known(name)
+        if width is not None:
+            raise SwapError(f"model.width is {width}, but {name} has no width: leave it out")
+        if name.startswith("torchvision:") and description["channels"] not in (1, 3):
+            raise SwapError(f"model.name is {name!r}, which takes 1 or 3 channels, not {description['channels']}")
+    for key, value in options.items():
+        _check_option(name, key, value)
+
+
+def _check_resnet9(*, width: int | None, options: Mapping[str, Any], zero: bool) -> None:
+    if width is None:
+        raise SwapError("model.width is missing: resnet9 needs one, the paper's has 64")
+    if options:
+        raise SwapError("model.options is set, but resnet9 has none: leave it out")
+    if zero:
+        # A ReLU that is given zeros has no gradient: no weight of such a branch would ever change.
+        raise SwapError(
+            "model.zero_init_last_gamma is true, but the residual branches of resnet9 end in a ReLU and would "
+            "never learn: set it to false"
+        )
+
+
+def _check_option(name: str, key: str, value: Any) -> None:
+    if is_own(name):
+        if key in ("num_classes", "channels"):
+            raise SwapError(f"model.options.{key} is no option: the data decides that, leave it out")
+        if key in ("width", "zero_init_last_gamma"):
+            raise SwapError(f"model.options.{key} is no option: set model.{key} instead")
+    else:
+        check_option(name, key)
+    if not _is_plain(value, sections=is_own(name)):
+        kinds = "numbers, text, true, false, lists" + (" and sections" if is_own(name) else "")
+        raise SwapError(f"model.options.{key} is {value!r}: options are {kinds}")
+
+
+def _is_plain(value: Any, *, sections: bool) -> bool:
+    """Whether a header, which is JSON, can hold it."""
+    if isinstance(value, list):
+        return all(_is_plain(item, sections=sections) for item in value)
+    if isinstance(value, dict):
+        return sections and all(isinstance(k, str) and _is_plain(v, sections=sections) for k, v in value.items())
+    return value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _check_published(name: str) -> None:
+    if not has_published_weights(name):
+        raise SwapError(f"model.pretrained is true, but {name} has no published weights: set model.pretrained: false")
+
+
+def _build(description: Mapping[str, Any], *, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        build = _builder(description)  # imports code, which may draw random numbers too
+        torch.manual_seed(seed)
+        return build()
+
+
+def _builder(description: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    name = description["name"]
+    if is_own(name):
+        return _own_network(description)
+    if name == "resnet9":
+        return partial(ResNet9, **{key: description[key] for key in ("width", "channels", "num_classes")})
+    return library_network(description)
+
+
+def _own_network(description: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    name = description["name"]
+    function = import_function(name)
+    arguments = {key: description[key] for key in _KEYS if key in description and key not in ("name", "options")}
+    arguments |= description.get("options", {})
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        hint = ": set model.width" if "'width'" in str(error) and "width" not in arguments else ""
+        raise SwapError(f"model.name is {name!r}, which was called with {given}: {error}{hint}") from error
+    except ValueError:
+        pass  # a function without a signature, written in C
+
+    def build() -> nn.Module:
+        try:
+            network = function(**arguments)
+        except Exception as error:
+            raise SwapError(f"model.name is {name!r}, which failed: {cause(error)}") from error
+        if not isinstance(network, nn.Module):
+            raise SwapError(f"model.name is {name!r}, which returned {type(network).__name__}, not a torch.nn.Module")
+        return network
+
+    return build

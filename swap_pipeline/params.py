@@ -19,10 +19,24 @@ from typing import Any, Literal
 
 from swap_pipeline.errors import SwapError
 
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+IntByEpoch = int | tuple[tuple[int, int], ...]
+"""One value, or `[[epoch, value], …]`: each value holds from its epoch on."""
+FloatByEpoch = float | tuple[tuple[int, float], ...]
+Knots = tuple[tuple[float, float], ...]
+"""`[[epoch, value], …]`, with straight lines between them."""
+
 
 def knob(doc: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None) -> Any:
     """Declare a parameter: what it means and which values make sense."""
     return field(metadata={"doc": doc, "minimum": minimum, "above": above, "maximum": maximum})
+
+
+def optional(
+    doc: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+) -> Any:
+    """Declare a parameter that may be left out, and is None then: not all apply to every network and schedule."""
+    return field(default=None, metadata={"doc": doc, "minimum": minimum, "above": above, "maximum": maximum})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +53,10 @@ class Data:
     """What is learned from."""
 
     name: str = knob("the data set")
+    root: str = knob("folder of your own images, or of a data set's official files where there is no network")
+    train_images: int | Literal["all"] = knob("use only so many training images, of all classes alike", minimum=1)
+    max_gb_in_memory: float = knob("images that take more are read from their files, batch by batch", minimum=0)
+    test_crop: Literal["square", "rectangle"] = knob("what is seen of a test image that is read from its file")
     augment: Augment = knob("changes made to training images")
 
 
@@ -46,8 +64,11 @@ class Data:
 class Model:
     """The network."""
 
-    name: str = knob("the architecture")
-    width: int = knob("channels of the first layer; the paper's ResNet-9 has 64", minimum=1)
+    name: str = knob("resnet9, torchvision:<name>, timm:<name> or package.module:function")
+    width: int | None = optional("channels of the first layer; the paper's ResNet-9 has 64", minimum=1)
+    options: dict[str, Any] | None = optional("further arguments for the function that makes the network")
+    pretrained: bool = knob("start phase 1 from published weights")
+    zero_init_last_gamma: bool = knob("each residual block starts as the identity: its last norm layer scales by 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +78,8 @@ class Optimizer:
     momentum: float = knob("momentum", minimum=0, maximum=1)
     nesterov: bool = knob("Nesterov's variant of momentum")
     weight_decay: float = knob("L2 penalty, added to the gradient", minimum=0)
+    decay_norms: bool = knob("weight decay also on the scales and shifts of norm layers")
+    decay_biases: bool = knob("weight decay also on the biases of other layers")
     label_smoothing: float = knob("probability mass moved from the true class to all classes", minimum=0, maximum=1)
 
 
@@ -64,17 +87,30 @@ class Optimizer:
 class Compute:
     """How numbers are computed, where that can change them."""
 
+    precision: Precision = knob("of forward and backward passes; weights are fp32")
     channels_last: bool = knob("memory layout of images and weights; usually the faster one")
+    compile: bool = knob("compile the network with torch.compile before training")
     deterministic: bool = knob("only algorithms that give the same bytes each time, also on GPUs, where it costs speed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase1:
+class Schedule:
+    """Batch size, learning rate and image size over the epochs of a run."""
+
+    batch_size: IntByEpoch = knob("images per step, over all devices of the run together", minimum=1)
+    peak_lr: float | None = optional("highest learning rate", above=0)
+    warmup_epochs: float | None = optional("epochs of linear rise from 0 to the peak", minimum=0)
+    lr_knots: Knots | None = optional("the learning rate by epoch, instead of peak_lr and warmup_epochs", minimum=0)
+    image_size: IntByEpoch | None = optional("side in pixels to which images read from files are brought", minimum=1)
+    min_scale: FloatByEpoch | None = optional(
+        "images read from files: a random crop of at least this share of the area", above=0, maximum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase1(Schedule):
     """Large batches, all devices, one model."""
 
-    batch_size: int = knob("images per step, over all devices together", minimum=1)
-    peak_lr: float = knob("highest learning rate", above=0)
-    warmup_epochs: float = knob("epochs of linear rise from 0 to the peak", minimum=0)
     max_epochs: int = knob("the learning rate falls to 0 at the end of this many epochs", minimum=1)
     stop_accuracy: float = knob(
         "training accuracy in percent that ends the phase once passed; 100 for never", minimum=0, maximum=100
@@ -83,14 +119,21 @@ class Phase1:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase2:
+class Phase2(Schedule):
     """Small batches, one independent worker a seed."""
 
-    batch_size: int = knob("images per step of one worker, over all of its devices together", minimum=1)
-    peak_lr: float = knob("highest learning rate", above=0)
-    warmup_epochs: float = knob("epochs of linear rise from 0 to the peak", minimum=0)
-    epochs: int = knob("length of the phase; the learning rate falls to 0 at its end", minimum=1)
+    epochs: int = knob("length of the phase", minimum=1)
+    cycles: int = knob("equal parts of the phase, each from the peak down, each ending in a model", minimum=1)
+    first_epoch: int | None = optional("what the knots call the first epoch of this phase; 0 if left out", minimum=0)
     gpus_per_worker: int = knob("GPUs that train one worker together", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Schedule):
+    """Plain training, to compare with."""
+
+    epochs: int = knob("length of the run", minimum=1)
+    gpus: int = knob("GPUs that the paper gave it", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +157,7 @@ class Phase3:
 class Params:
     """The whole of `params.yaml`."""
 
+    recipe: str | None = optional("the file in recipes/ that this one came from")
     data: Data
     model: Model
     optimizer: Optimizer
@@ -122,6 +166,8 @@ class Params:
     phase2: Phase2
     workers: Workers
     phase3: Phase3
+    small_batch: Baseline
+    large_batch: Baseline
 
 
 def read_params(path: Path = Path("params.yaml")) -> Params:
@@ -153,16 +199,10 @@ def parse_params(tree: Any, *, file: str = "params.yaml") -> Params:
 
 def _check_together(params: Params) -> None:
     """Rules that involve more than one entry."""
-    for name, phase, epochs in (
-        ("phase1", params.phase1, params.phase1.max_epochs),
-        ("phase2", params.phase2, params.phase2.epochs),
-    ):
-        length = "max_epochs" if name == "phase1" else "epochs"
-        if phase.warmup_epochs > epochs:
-            raise SwapError(
-                f"{name}.warmup_epochs is {phase.warmup_epochs:g}, longer than {name}.{length} ({epochs}): "
-                f"lower the one or raise the other"
-            )
+    _check_schedule("phase1", params.phase1, epochs=params.phase1.max_epochs, length="max_epochs")
+    _check_schedule("phase2", params.phase2, epochs=params.phase2.epochs, cycles=params.phase2.cycles)
+    _check_schedule("small_batch", params.small_batch, epochs=params.small_batch.epochs)
+    _check_schedule("large_batch", params.large_batch, epochs=params.large_batch.epochs)
     if 0 < params.phase1.stop_accuracy <= 1:
         meant = 100 * params.phase1.stop_accuracy
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but in percent: write {meant:g}")
@@ -179,9 +219,58 @@ def _check_together(params: Params) -> None:
         )
 
 
+_BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")
+
+
+def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "epochs", cycles: int = 1) -> None:
+    if given.lr_knots is None:
+        for entry in ("peak_lr", "warmup_epochs"):
+            if getattr(given, entry) is None:
+                raise SwapError(f"{name}.{entry} is missing: add it, or the whole course as {name}.lr_knots")
+    else:
+        for entry in ("peak_lr", "warmup_epochs"):
+            if getattr(given, entry) is not None:
+                raise SwapError(f"{name}.{entry} has no effect beside {name}.lr_knots: remove one of them")
+    if epochs % cycles:
+        raise SwapError(f"{name}.cycles is {cycles}, which does not divide {name}.{length} ({epochs}) into equal parts")
+    if given.warmup_epochs is not None and given.warmup_epochs > epochs / cycles:
+        of = f"{name}.{length} ({epochs})" if cycles == 1 else f"a cycle ({epochs // cycles} epochs)"
+        raise SwapError(
+            f"{name}.warmup_epochs is {given.warmup_epochs:g}, longer than {of}: lower the one or raise the other"
+        )
+    if given.min_scale is not None and given.image_size is None:
+        raise SwapError(f"{name}.min_scale has no effect without {name}.image_size: add that, or remove it")
+    by_epoch = [entry for entry in _BY_EPOCH if isinstance(getattr(given, entry), tuple)]
+    first = given.first_epoch or 0 if isinstance(given, Phase2) else 0
+    if first and not by_epoch:
+        raise SwapError(f"{name}.first_epoch has no effect where nothing is given by epoch: remove it")
+    for entry in by_epoch:
+        _check_knots(f"{name}.{entry}", getattr(given, entry), jumps=entry == "lr_knots")
+    if given.lr_knots is not None and given.lr_knots[-1][0] < first + epochs:
+        raise SwapError(
+            f"{name}.lr_knots ends at epoch {given.lr_knots[-1][0]:g}, the run at {first + epochs}: add a knot there"
+        )
+
+
+def _check_knots(key: str, knots: Knots, *, jumps: bool) -> None:
+    if not knots:
+        raise SwapError(f"{key} is empty: write it as [[epoch, value], …]")
+    epochs = [epoch for epoch, _ in knots]
+    if epochs[0] != 0:
+        raise SwapError(f"{key} begins at epoch {epochs[0]:g}: begin at 0")
+    if epochs != sorted(epochs) or (not jumps and len(set(epochs)) < len(epochs)):
+        raise SwapError(f"{key} has epochs {', '.join(f'{epoch:g}' for epoch in epochs)}: list them in rising order")
+
+
 def _parse(kind: Any, value: Any, *, key: str, limits: Mapping[str, Any] = types.MappingProxyType({})) -> Any:
     """Turn `value`, found at the dotted `key`, into `kind`."""
     origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _parse_union(typing.get_args(kind), value, key=key, limits=limits)
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise SwapError(f"{key} is {value!r}, but must be a section with entries of its own")
+        return dict(value)
     if dataclasses.is_dataclass(kind):
         return _parse_section(kind, value, key=key)
     if origin is Literal:
@@ -191,10 +280,40 @@ def _parse(kind: Any, value: Any, *, key: str, limits: Mapping[str, Any] = types
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            raise SwapError(f"{key} is {value!r}: write a list, for example [0, 1, 2, 3]")
+            raise SwapError(f"{key} is {value!r}: write a list, for example {_example(kind)}")
+        if typing.get_args(kind)[-1] is not Ellipsis:
+            return _parse_pair(typing.get_args(kind), value, key=key, limits=limits)
         item_kind = typing.get_args(kind)[0]
         return tuple(_parse(item_kind, item, key=f"{key}[{i}]", limits=limits) for i, item in enumerate(value))
     return _parse_scalar(kind, value, key=key, limits=limits)
+
+
+def _example(kind: Any) -> str:
+    return "[0, 1, 2, 3]" if typing.get_args(kind)[0] is int else "[[0, 0.1], [10, 0.0]]"
+
+
+def _parse_union(kinds: tuple[Any, ...], value: Any, *, key: str, limits: Mapping[str, Any]) -> Any:
+    """Of the possible kinds, the one that the value looks like."""
+    kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
+    for kind in kinds:
+        origin = typing.get_origin(kind)
+        if (origin is tuple and isinstance(value, list)) or (origin is Literal and value in typing.get_args(kind)):
+            return _parse(kind, value, key=key, limits=limits)
+    words = [word for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
+    try:
+        return _parse(kinds[0], value, key=key, limits=limits)
+    except SwapError as error:
+        if words and isinstance(value, str):
+            raise SwapError(f"{error}, or {', '.join(words)}") from None
+        raise
+
+
+def _parse_pair(kinds: tuple[Any, ...], value: list[Any], *, key: str, limits: Mapping[str, Any]) -> Any:
+    """An epoch and the value that belongs to it; the limits are the value's."""
+    if len(value) != 2:
+        raise SwapError(f"{key} is {value!r}: write a pair, [epoch, value]")
+    epoch = _parse_scalar(kinds[0], value[0], key=f"{key}[0]", limits={"minimum": 0})
+    return epoch, _parse(kinds[1], value[1], key=f"{key}[1]", limits=limits)
 
 
 def _parse_section(kind: Any, value: Any, *, key: str) -> Any:
@@ -207,13 +326,14 @@ def _parse_section(kind: Any, value: Any, *, key: str) -> Any:
         if name not in fields:
             raise SwapError(f"{where}{name} is not a known parameter{_closest(name, fields)}")
     for name, declared in fields.items():
-        if name not in value:
+        if name not in value and declared.default is dataclasses.MISSING:
             doc = declared.metadata.get("doc")
             raise SwapError(f"{where}{name} is missing{f' ({doc})' if doc else ''}: add it")
     return kind(
         **{
             name: _parse(hints[name], value[name], key=f"{where}{name}", limits=declared.metadata)
             for name, declared in fields.items()
+            if name in value
         }
     )
 
@@ -253,11 +373,14 @@ def _closest(name: Any, known: Any) -> str:
     return f": did you mean {matches[0]}?" if matches else f" (known: {', '.join(known)})"
 
 
-def check_divisible(key: str, batch_size: int, processes: int, *, remedy: str) -> None:
+def check_divisible(key: str, batch_size: IntByEpoch, processes: int, *, remedy: str) -> None:
     """A global batch is shared equally by the processes; `remedy` tells what else could be changed."""
-    if batch_size % processes:
-        best = max(n for n in range(1, processes + 1) if batch_size % n == 0)
+    sizes = [batch_size] if isinstance(batch_size, int) else [size for _, size in batch_size]
+    for size in sizes:
+        if size % processes == 0:
+            continue
+        best = max(n for n in range(1, processes + 1) if all(size % n == 0 for size in sizes))
         raise SwapError(
-            f"params.yaml: {key} is {batch_size}, which {processes} processes cannot share equally: "
+            f"params.yaml: {key} is {size}, which {processes} processes cannot share equally: "
             f"choose a multiple of {processes}, or {remedy} {best}"
         )

@@ -87,14 +87,22 @@ class JobFolder:
     def is_complete(self) -> bool:
         return self.result.is_dir()
 
+    @property
+    def kept(self) -> Path:
+        """Files that are made on the way and belong to the result: they outlive a kill."""
+        return self.path / "kept"
+
     @contextlib.contextmanager
     def complete(self) -> Iterator[Path]:
         """A folder to fill; when the block ends without an error it becomes the result, in one step."""
         partial = self.path / f"{RESULT}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        for path in self.kept.glob("*.safetensors"):
+            _link_or_copy(path, partial / path.name)
         yield partial
         partial.rename(self.result)
+        shutil.rmtree(self.kept, ignore_errors=True)
 
     @contextlib.contextmanager
     def writer(self, *, is_main: bool) -> Iterator[None]:

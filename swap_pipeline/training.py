@@ -5,6 +5,7 @@ Phase 1, every worker of phase 2 and any baseline are calls of `train`; they dif
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,17 +14,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from swap_pipeline.checkpoint import drop_snapshots, read_snapshot, write_snapshot, write_tensors
-from swap_pipeline.data import Images, check_augment, derive_seed, draw_epoch, make_batch
+from swap_pipeline.data import Split, View, batch_share, check_augment, derive_seed, draw_epoch, steps_per_epoch
 from swap_pipeline.distributed import Group
 from swap_pipeline.environment import eval_batch_size
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import write_json
-from swap_pipeline.params import Augment, Compute, Optimizer, check_divisible
+from swap_pipeline.params import Augment, Compute, Optimizer, Precision, check_divisible
+from swap_pipeline.precision import Scaler, autocast, check_cpu, resolve
 from swap_pipeline.progress import Reporter
 from swap_pipeline.scratch import JobFolder
+
+
+def as_prepared(epoch: float) -> None:
+    """The view of images in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +43,13 @@ class Run:
     """its section in `params.yaml`"""
     seed: int
     """data order and augmentation"""
-    batch_size: int
-    """images per step over all ranks: B₁ or B₂ of Algorithm 1"""
+    batch_size: Callable[[float], int]
+    """images per step over all ranks, by epoch: B₁ or B₂ of Algorithm 1"""
     epochs: int
     learning_rate: Callable[[float], float]
     """of the fractional epoch at which a step begins: LR₁ or LR₂"""
+    view: Callable[[float], View | None] = as_prepared
+    """how images that are read from their files are seen, by epoch"""
     stop_accuracy: float = 100.0
     """τ in percent: the run ends with the first epoch whose training accuracy is above it"""
 
@@ -83,73 +92,86 @@ def train(
     run: Run,
     network: nn.Module,
     *,
-    train_images: Images,
-    test_images: Images,
+    train_images: Split,
+    test_images: Split,
     augment: Augment,
     optimizer: Optimizer,
     compute: Compute,
     group: Group,
     snapshots: Path,
     reporter: Reporter,
+    at_epoch_end: Callable[[int], None] = lambda epoch: None,
 ) -> Record:
-    """Train `network` in place, from its present weights or from the newest snapshot in the folder `snapshots`."""
-    per_rank, steps = _split(run, len(train_images), group)
-    size = (train_images.pixels.shape[2], train_images.pixels.shape[3])
-    check_augment(padding=augment.padding, cutout=augment.cutout, image_size=size)
+    """Train `network` in place, from its present weights or from the newest snapshot in the folder `snapshots`.
+
+    `at_epoch_end(epoch)` is called on the main rank when the network is as it is after so many epochs, and once more
+    for an epoch that is repeated after a kill.
+    """
+    _check(run, train_images, augment, group)
     set_up(network, compute, group)
-    parallel = _wrap(network, train_images.pixels.shape[1:], group)
-    sgd = _Sgd(network, optimizer)
+    parallel: Callable[..., torch.Tensor] = _wrap(network, train_images.image_shape(run.view(0)), group)
+    if compute.compile:
+        # What is compiled is a wrapper: `network` itself, and with it the names in checkpoints, stay as they are.
+        parallel = torch.compile(parallel)
+    scaler = Scaler(compute.precision, group.device)
+    sgd = _Sgd(network, optimizer, scaler)
     curve = _resume(network, sgd, snapshots)
     if curve:
         reporter.done(len(curve), f"going on after epoch {len(curve)}")
-    guard = _FiniteGuard(run.name, steps, group.device)
+    guard = _FiniteGuard(run.name, group.device, tolerance=scaler.tolerance)
 
     while not (finished := reason_to_stop(run, curve)):
         epoch = len(curve)
         group.finish_queued_work()
         began = time.perf_counter()
+        view, batch_size = run.view(epoch), run.batch_size(epoch)
+        steps = steps_per_epoch(len(train_images), batch_size)
         choices = draw_epoch(
             seed=run.seed,
             epoch=epoch,
             num_images=len(train_images),
-            image_size=size,
+            image_size=train_images.image_shape(view)[1:],
             padding=augment.padding,
             flip=augment.flip,
             cutout=augment.cutout,
             device=group.device,
         )
+        batches = train_images.batches(
+            choices,
+            [
+                batch_share(step, batch_size=batch_size, rank=group.rank, world_size=group.world_size)
+                for step in range(steps)
+            ],
+            view=view,
+            padding=augment.padding,
+            cutout=augment.cutout,
+            channels_last=compute.channels_last,
+        )
         sums = torch.zeros(2, dtype=torch.float64, device=group.device)  # loss, hits
         rate = 0.0
         network.train()
-        for step in range(steps):
+        for step, (images, labels) in enumerate(batches):
             rate = run.learning_rate(epoch + step / steps)
-            first = step * run.batch_size + group.rank * per_rank
-            images, labels = make_batch(
-                train_images,
-                choices,
-                slice(first, first + per_rank),
-                padding=augment.padding,
-                cutout=augment.cutout,
-                channels_last=compute.channels_last,
-            )
             # For dropout and the like: a function of the step, never of how often the process was started.
             torch.manual_seed(derive_seed("step", run.seed, epoch, step, group.rank))
-            logits = parallel(images)
-            loss = nn.functional.cross_entropy(logits, labels, label_smoothing=optimizer.label_smoothing)
+            with autocast(compute.precision, group.device):
+                logits = parallel(images)
+                loss = nn.functional.cross_entropy(logits, labels, label_smoothing=optimizer.label_smoothing)
             sgd.zero_grad()
-            loss.backward()
-            sgd.step(rate, skip_if=guard.look(epoch * steps + step, sgd.gradients()))
+            scaler.scale(loss).backward()
+            sgd.step(rate, skip_if=guard.look(epoch, step, sgd.gradients()))
             with torch.no_grad():
-                sums[0] += loss.detach() * per_rank
+                sums[0] += loss.detach() * len(labels)
                 sums[1] += (logits.argmax(dim=1) == labels).sum()
             reporter.step(epoch, step, steps)
         guard.check()
         loss_sum, hits = group.sum(sums).tolist()
+        guard.check_loss(epoch, loss_sum)
         seconds = time.perf_counter() - began
 
         average_buffers(network, group)
-        test_loss, test_accuracy = evaluate(network, test_images, group=group)
-        seen = steps * run.batch_size
+        test_loss, test_accuracy = evaluate(network, test_images, group=group, precision=compute.precision, view=view)
+        seen = steps * batch_size
         row = Epoch(
             epoch=epoch + 1,
             learning_rate=rate,
@@ -161,6 +183,7 @@ def train(
         )
         curve.append(row)
         if group.is_main:
+            at_epoch_end(row.epoch)
             _keep(snapshots, network, sgd, curve)
         reporter.done(row.epoch, _line(row, run))
     return Record(curve=tuple(curve), stopped_by=finished)
@@ -180,18 +203,24 @@ def reason_to_stop(run: Run, curve: Sequence[Epoch]) -> str:
     return "epochs" if len(curve) >= run.epochs else ""
 
 
-def _split(run: Run, num_images: int, group: Group) -> tuple[int, int]:
-    """Images per rank and step, and steps per epoch; the last, short batch is dropped."""
+def _check(run: Run, train_images: Split, augment: Augment, group: Group) -> None:
+    """Refuse, before anything is computed, what would fail in one of the epochs."""
     key = f"{run.section}.batch_size"
-    check_divisible(key, run.batch_size, group.world_size, remedy="set --nproc-per-node to")
-    steps = num_images // run.batch_size
-    if steps == 0:
-        raise SwapError(f"params.yaml: {key} is {run.batch_size}, more than the {num_images} training images: lower it")
-    return run.batch_size // group.world_size, steps
+    for epoch in range(run.epochs):
+        batch_size = run.batch_size(epoch)
+        check_divisible(key, batch_size, group.world_size, remedy="set --nproc-per-node to")
+        if steps_per_epoch(len(train_images), batch_size) == 0:
+            raise SwapError(
+                f"params.yaml: {key} is {batch_size}, more than the {len(train_images)} training images: lower it"
+            )
+        size = train_images.image_shape(run.view(epoch))[1:]
+        check_augment(padding=augment.padding, cutout=augment.cutout, image_size=size)
 
 
 def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
     """Bring the network to its device and layout, and torch to the wanted degree of repeatability."""
+    if group.device.type == "cpu" and (precision := resolve(compute.precision, group.device)) != "fp32":
+        check_cpu(precision)
     if group.device.type == "cuda":
         torch.backends.cudnn.benchmark = not compute.deterministic
         torch.use_deterministic_algorithms(compute.deterministic)
@@ -201,7 +230,7 @@ def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
         network.to(memory_format=torch.channels_last)
 
 
-def _wrap(network: nn.Module, image_shape: torch.Size, group: Group) -> nn.Module:
+def _wrap(network: nn.Module, image_shape: tuple[int, ...], group: Group) -> nn.Module:
     """DDP, with its gradient buckets in their final form.
 
     DDP regroups its buckets after the first backward pass, which changes the order of sums over more than two ranks.
@@ -226,16 +255,25 @@ def _wrap(network: nn.Module, image_shape: torch.Size, group: Group) -> nn.Modul
 class _Sgd:
     """torch's SGD with what the loop needs of it: a rate a step, and a step that can be called off on the device."""
 
-    def __init__(self, network: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler) -> None:
         self._named = dict(network.named_parameters())
+        self.scaler = scaler
+        spared = _spared_from_decay(network, norms=not optimizer.decay_norms, biases=not optimizer.decay_biases)
+        groups: list[dict[str, Any]] = [
+            {"params": [p for name, p in self._named.items() if name not in spared]},
+            {"params": [p for name, p in self._named.items() if name in spared], "weight_decay": 0.0},
+        ]
         self._sgd = torch.optim.SGD(
-            self._named.values(),
+            [group for group in groups if group["params"]],
             lr=0.0,
             momentum=optimizer.momentum,
             nesterov=optimizer.nesterov,
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
+        if optimizer.momentum:
+            # Left to torch, the fused step takes them from uninitialised memory if it is called off the first time.
+            self.set_momentum({name: torch.zeros_like(p) for name, p in self._named.items()})
 
     def zero_grad(self) -> None:
         self._sgd.zero_grad(set_to_none=True)
@@ -246,6 +284,9 @@ class _Sgd:
     def step(self, rate: float, *, skip_if: torch.Tensor) -> None:
         for settings in self._sgd.param_groups:
             settings["lr"] = rate
+        if self.scaler.is_active:
+            self.scaler.step(self._sgd)
+            return
         # The flag that gradient scaling uses: the fused step reads it on the device, without waiting for it here.
         self._sgd.found_inf = skip_if  # type: ignore[attr-defined]
         self._sgd.step()
@@ -261,37 +302,66 @@ class _Sgd:
             self._sgd.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(buffer)
 
 
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def _spared_from_decay(network: nn.Module, *, norms: bool, biases: bool) -> set[str]:
+    """Names of the parameters without weight decay: those of norm layers, and biases of all others."""
+    spared = set()
+    for prefix, module in network.named_modules():
+        is_norm = isinstance(module, _NORMS)
+        for name, _ in module.named_parameters(recurse=False):
+            if norms if is_norm else biases and name.endswith("bias"):
+                spared.add(f"{prefix}.{name}" if prefix else name)
+    return spared
+
+
 class _FiniteGuard:
     """Stops a run whose gradients are no longer finite, on all ranks together and before the step is applied.
 
     Gradients are already averaged over the ranks, so every rank sees the same thing. On a GPU the verdict is read
-    only now and then: waiting for it at each step would hold up the queue.
+    only now and then: waiting for it at each step would hold up the queue. Gradient scaling (fp16) makes single steps
+    overflow on purpose; then only more than `tolerance` such steps on end are an error.
     """
 
     _NEVER = 2**62
+    _STEPS = 2**32  # more than any epoch has
 
-    def __init__(self, name: str, steps_per_epoch: int, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, tolerance: int) -> None:
         self._name = name
-        self._steps_per_epoch = steps_per_epoch
+        self._tolerance = tolerance
         self._every = 1 if device.type == "cpu" else 50
+        self._looked = 0
         self._first = torch.full((), self._NEVER, dtype=torch.int64, device=device)
+        self._on_end = torch.zeros((), dtype=torch.int64, device=device)
 
-    def look(self, t: int, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Remember whether the gradients of step `t` of the run are finite; returns 1.0 where they are not."""
+    def look(self, epoch: int, step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Remember whether the gradients of a step are finite; returns 1.0 where they are not."""
         finite = torch.isfinite(nn.utils.get_total_norm(gradients))
-        self._first = torch.where(finite, self._first, self._first.clamp(max=t))
-        if t % self._every == 0:
+        self._on_end = torch.where(finite, 0, self._on_end + 1)
+        too_many = self._on_end > self._tolerance
+        self._first = torch.where(too_many, self._first.clamp(max=epoch * self._STEPS + step), self._first)
+        self._looked += 1
+        if self._looked % self._every == 0:
             self.check()
         return torch.where(finite, 0.0, 1.0)
 
     def check(self) -> None:
         first = int(self._first.item())
         if first != self._NEVER:
-            epoch, step = divmod(first, self._steps_per_epoch)
-            raise SwapError(
-                f"{self._name}: loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; "
-                f"the step was not taken and no checkpoint written: lower peak_lr (or lengthen the warm-up)"
-            )
+            epoch, step = divmod(first, self._STEPS)
+            raise self._error(f"loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; the step was")
+
+    def check_loss(self, epoch: int, loss_sum: float) -> None:
+        """An epoch's loss is finite even where gradients overflowed, unless the network itself is lost."""
+        if not math.isfinite(loss_sum):
+            raise self._error(f"the loss is not finite in epoch {epoch + 1}; such steps were")
+
+    def _error(self, what: str) -> SwapError:
+        other = ", or set compute.precision to bf16 or fp32" if self._tolerance else ""
+        return SwapError(
+            f"{self._name}: {what} not taken and no checkpoint written: lower peak_lr (or lengthen the warm-up){other}"
+        )
 
 
 def average_buffers(network: nn.Module, group: Group) -> None:
@@ -308,16 +378,18 @@ def average_buffers(network: nn.Module, group: Group) -> None:
 
 
 @torch.inference_mode()
-def evaluate(network: nn.Module, images: Images, *, group: Group) -> tuple[float, float]:
+def evaluate(
+    network: nn.Module, images: Split, *, group: Group, precision: Precision = "fp32", view: View | None = None
+) -> tuple[float, float]:
     """Mean cross-entropy and accuracy in percent, over all ranks."""
-    batch_size = eval_batch_size()
     network.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=group.device)
-    for first in range(group.rank * batch_size, len(images), group.world_size * batch_size):
-        part = slice(first, first + batch_size)
-        labels = images.labels[part]
-        logits = network(images.normalise(images.pixels[part]))
-        sums[0] += nn.functional.cross_entropy(logits, labels, reduction="sum")
+    for batch, labels in images.test_batches(
+        batch_size=eval_batch_size(), rank=group.rank, world_size=group.world_size, view=view
+    ):
+        with autocast(precision, group.device):
+            logits = network(batch)
+        sums[0] += nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
         sums[1] += (logits.argmax(dim=1) == labels).sum()
     loss_sum, hits = group.sum(sums).tolist()
     return loss_sum / len(images), 100 * hits / len(images)
@@ -326,7 +398,8 @@ def evaluate(network: nn.Module, images: Images, *, group: Group) -> tuple[float
 def _keep(folder: Path, network: nn.Module, sgd: _Sgd, curve: list[Epoch]) -> None:
     tensors = {f"network.{key}": tensor for key, tensor in network.state_dict().items()}
     tensors |= {f"momentum.{key}": tensor for key, tensor in sgd.momentum().items()}
-    write_snapshot(folder, len(curve), tensors, {"curve": [asdict(row) for row in curve]})
+    info = {"curve": [asdict(row) for row in curve], "scaler": sgd.scaler.state()}
+    write_snapshot(folder, len(curve), tensors, info)
 
 
 def _resume(network: nn.Module, sgd: _Sgd, folder: Path) -> list[Epoch]:
@@ -341,6 +414,7 @@ def _resume(network: nn.Module, sgd: _Sgd, folder: Path) -> list[Epoch]:
         parts[part][name] = tensor
     network.load_state_dict(parts["network"])
     sgd.set_momentum(parts["momentum"])
+    sgd.scaler.set_state(info["scaler"])
     return [Epoch(**row) for row in info["curve"]]
 
 

@@ -2,43 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from swap_pipeline.checkpoint import load_weights
-from swap_pipeline.data import Images, Meta, read_images, read_meta
+from swap_pipeline.checkpoint import TensorFile, load_weights, write_tensors
+from swap_pipeline.data import Meta, Split, View, read_images, read_meta
 from swap_pipeline.distributed import Group, process_group
-from swap_pipeline.models import describe_network, new_network
-from swap_pipeline.params import Augment, Compute, Model, Optimizer
+from swap_pipeline.errors import SwapError
+from swap_pipeline.image_files import find_root
+from swap_pipeline.loader import FileImages
+from swap_pipeline.models import describe_network, load_pretrained, new_network
+from swap_pipeline.params import Augment, Compute, Model, Optimizer, Schedule
 from swap_pipeline.progress import Reporter
+from swap_pipeline.schedules import by_epoch, learning_rate_of
 from swap_pipeline.scratch import JobFolder
-from swap_pipeline.training import Run, train, write_result
+from swap_pipeline.training import Run, as_prepared, train, write_result
 
 PREPARED = Path("data/prepared")
 
 
-def open_data(group: Group) -> tuple[Meta, Images, Images]:
-    """The prepared data set on this rank's device: what is known of it, training and test images."""
-    meta = read_meta(PREPARED)
-    return meta, read_images(PREPARED, "train", group.device), read_images(PREPARED, "test", group.device)
-
-
-def prepare_network(model: Model, meta: Meta, *, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A fresh network for this data, and the header from which it can be rebuilt and used."""
-    description = describe_network(
-        name=model.name, width=model.width, channels=meta.shape[0], num_classes=len(meta.classes)
+def make_run(
+    given: Schedule,
+    *,
+    name: str,
+    section: str,
+    seed: int,
+    epochs: int,
+    cycles: int = 1,
+    first_epoch: int = 0,
+    stop_accuracy: float = 100.0,
+) -> Run:
+    """A section of `params.yaml` as a run of the loop."""
+    return Run(
+        name=name,
+        section=section,
+        seed=seed,
+        batch_size=by_epoch(given.batch_size, first_epoch=first_epoch),
+        epochs=epochs,
+        learning_rate=learning_rate_of(given, epochs=epochs, cycles=cycles, first_epoch=first_epoch),
+        view=_view_of(given, first_epoch),
+        stop_accuracy=stop_accuracy,
     )
+
+
+def _view_of(given: Schedule, first_epoch: int) -> Callable[[float], View | None]:
+    if given.image_size is None:
+        return as_prepared
+    size = by_epoch(given.image_size, first_epoch=first_epoch)
+    scale = None if given.min_scale is None else by_epoch(given.min_scale, first_epoch=first_epoch)
+    return lambda epoch: View(size=size(epoch), min_scale=None if scale is None else scale(epoch))
+
+
+def open_data(*, root: str, test_crop: str, group: Group) -> tuple[Meta, Split, Split]:
+    """The prepared data set for this rank's device: what is known of it, training and test images.
+
+    `root` is where image files are found; what is in them was recorded when they were prepared.
+    """
+    meta = read_meta(PREPARED)
+    if meta.in_memory:
+        return meta, read_images(PREPARED, "train", group.device), read_images(PREPARED, "test", group.device)
+
+    def split(name: str) -> FileImages:
+        return FileImages(PREPARED, name, meta, root=find_root(root), test_crop=test_crop, device=group.device)
+
+    return meta, split("train"), split("test")
+
+
+def prepare_network(
+    model: Model, meta: Meta, *, seed: int, image_shape: tuple[int, int, int], view: View | None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A fresh network for this data, and the header from which it can be rebuilt and used."""
+    description = describe_network(model, channels=meta.channels, num_classes=len(meta.classes))
     header = {
         "model": description,
         "classes": list(meta.classes),
-        "shape": list(meta.shape),
+        "shape": list(image_shape),
         "mean": list(meta.mean),
         "std": list(meta.std),
     }
+    if view is not None:
+        header["view"] = asdict(view)
     return new_network(description, seed=seed), header
+
+
+def check_view(run: Run, meta: Meta) -> None:
+    """Images in files need a size to be brought to, and images in memory have theirs."""
+    view = run.view(0)
+    key = f"params.yaml: {run.section}.image_size"
+    if meta.shape is None and view is None:
+        raise SwapError(f"{key} is missing: these images are read from files of any size, so say what to bring them to")
+    if meta.shape is not None and view is not None:
+        raise SwapError(
+            f"{key} has no effect on images that were prepared in memory, {meta.shape[1]}×{meta.shape[2]} pixels: "
+            f"remove it (and min_scale), or set data.max_gb_in_memory: 0 to read them from their files"
+        )
+
+
+def view_of_checkpoint(path: Path) -> View | None:
+    """How the network in this file saw its training images last."""
+    view = TensorFile(path).info.get("view")
+    return None if view is None else View(**view)
 
 
 def run_training_job(
@@ -46,20 +113,42 @@ def run_training_job(
     *,
     start: int | Path,
     header: Mapping[str, Any],
-    model: Model,
+    root: str,
+    test_crop: str,
     augment: Augment,
+    model: Model,
     optimizer: Optimizer,
     compute: Compute,
     folder: JobFolder,
+    keep: Mapping[int, str] | None = None,
 ) -> None:
-    """Be one rank of a training job that starts from a seed's weights or from a checkpoint's."""
+    """Be one rank of a training job that starts from a seed's weights or from a checkpoint's.
+
+    `keep` names the models to keep on the way, by epoch.
+    """
     with process_group() as group, folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
             return
-        meta, train_images, test_images = open_data(group)
-        network, about = prepare_network(model, meta, seed=start if isinstance(start, int) else 0)
+        meta, train_images, test_images = open_data(root=root, test_crop=test_crop, group=group)
+        check_view(run, meta)
+        last_view = run.view(run.epochs - 1)
+        network, about = prepare_network(
+            model,
+            meta,
+            seed=start if isinstance(start, int) else 0,
+            image_shape=train_images.image_shape(last_view),
+            view=last_view,
+        )
         if isinstance(start, Path):
             load_weights(network, start)
+        elif model.pretrained:
+            load_pretrained(network, about["model"])
+        info = {**about, **header}
+
+        def keep_model(epoch: int) -> None:
+            if keep and epoch in keep:
+                write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info, "epoch": epoch})
+
         record = train(
             run,
             network,
@@ -71,6 +160,7 @@ def run_training_job(
             group=group,
             snapshots=folder.path,
             reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
+            at_epoch_end=keep_model,
         )
         if group.is_main:
-            write_result(folder, network, {**about, **header}, {**record.as_json(), "devices": group.describe()})
+            write_result(folder, network, info, {**record.as_json(), "devices": group.describe()})

@@ -116,10 +116,14 @@ def make_project(root: Path) -> Project:
     root.mkdir(parents=True)
     for name in ("stages", "swap_pipeline"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("dvc.yaml", "params.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore"):
+    for name in ("dvc.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore"):
         (root / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     shutil.copytree(ROOT / ".dvc" / "plots", root / ".dvc" / "plots")
+    shutil.copytree(ROOT / "recipes", root / "recipes")
+    shutil.copy(ROOT / "recipes" / "fashion-mini.yaml", root / "params.yaml")  # whatever the user has made of his own
+    (root / "data" / "raw").mkdir(parents=True)
+    shutil.copy(ROOT / "data" / "raw" / "README.md", root / "data" / "raw" / "README.md")
     tensors, info = read_tensors(ROOT / "data" / "fashion-mini.safetensors")
     few = {"train": torch.arange(0, 10000, 41)[:240], "test": torch.arange(0, 10000, 83)[:120]}
     small = {key: tensor[few[key.split("_")[0]]] for key, tensor in tensors.items()}

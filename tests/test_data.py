@@ -260,7 +260,13 @@ def test_derived_seeds_are_spread_over_63_bits() -> None:
 def test_prepared_images_are_read_with_their_normalisation(tmp_path: Path) -> None:
     images = random_images(20, height=6, width=6)
     write_tensors(tmp_path / "train.safetensors", {"images": images.pixels, "labels": images.labels}, {})
-    meta = {"classes": list("abcdefghij"), "shape": [3, 6, 6], "mean": [0.5, 0.25, 0.125], "std": [0.2, 0.1, 0.4]}
+    meta = {
+        "kind": "memory",
+        "classes": list("abcdefghij"),
+        "shape": [3, 6, 6],
+        "mean": [0.5, 0.25, 0.125],
+        "std": [0.2, 0.1, 0.4],
+    }
     write_json(tmp_path / "meta.json", meta)
 
     found = read_images(tmp_path, "train", CPU)

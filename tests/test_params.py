@@ -15,8 +15,8 @@ from swap_pipeline.params import parse_params, read_params
 
 
 def tree() -> dict[str, Any]:
-    """The committed file, with fixed values where a test counts on one: users edit that file."""
-    loaded: dict[str, Any] = YAML(typ="safe").load((ROOT / "params.yaml").read_text())
+    """The default recipe, with fixed values where a test counts on one."""
+    loaded: dict[str, Any] = YAML(typ="safe").load((ROOT / "recipes" / "fashion-mini.yaml").read_text())
     loaded["phase1"] |= {"warmup_epochs": 1, "max_epochs": 24}
     loaded["phase2"] |= {"warmup_epochs": 0, "epochs": 8}
     loaded["optimizer"] |= {"nesterov": True, "momentum": 0.9}
@@ -41,7 +41,7 @@ def test_the_committed_file_is_valid_and_typed() -> None:
 
 def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
-    path.write_text(re.sub(r"weight_decay: .*", "weight_decay: 5e-4", (ROOT / "params.yaml").read_text()))
+    path.write_text(re.sub(r"weight_decay: .*", "weight_decay: 5e-4", (ROOT / "recipes" / "fashion-mini.yaml").read_text()))
     assert read_params(path).optimizer.weight_decay == 5e-4
 
 
@@ -75,6 +75,22 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("workers.seeds", [1, 2, 1], "workers.seeds lists 1 more than once"),
         ("workers.seeds", 4, "workers.seeds is 4: write a list"),
         ("workers.seeds", [0, -1], "workers.seeds[1] is -1, but must be at least 0"),
+        ("data.train_images", "some", "data.train_images is 'some', but must be a whole number, or all"),
+        ("data.train_images", 0, "data.train_images is 0, but must be at least 1"),
+        ("model.width", 0, "model.width is 0, but must be at least 1"),
+        ("model.options", 3, "model.options is 3, but must be a section with entries of its own"),
+        ("compute.precision", "fp8", "compute.precision is 'fp8': choose one of auto, fp32, bf16, fp16"),
+        ("phase2.cycles", 3, "phase2.cycles is 3, which does not divide phase2.epochs (8) into equal parts"),
+        ("phase1.batch_size", [[0, 480], [4]], "phase1.batch_size[1] is [4]: write a pair, [epoch, value]"),
+        ("phase1.batch_size", [[0, 480], [4, 0]], "phase1.batch_size[1][1] is 0, but must be at least 1"),
+        ("phase1.batch_size", [[0, 480], [2.5, 96]], "phase1.batch_size[1][0] is 2.5, but must be a whole number"),
+        ("phase1.batch_size", [], "phase1.batch_size is empty: write it as [[epoch, value], …]"),
+        ("phase1.batch_size", [[1, 480]], "phase1.batch_size begins at epoch 1: begin at 0"),
+        ("phase1.batch_size", [[0, 4], [0, 8]], "phase1.batch_size has epochs 0, 0: list them in rising order"),
+        ("phase1.lr_knots", [[0, 1], [24, 0]], "phase1.peak_lr has no effect beside phase1.lr_knots"),
+        ("phase1.min_scale", 0.5, "phase1.min_scale has no effect without phase1.image_size"),
+        ("phase2.first_epoch", 5, "phase2.first_epoch has no effect where nothing is given by epoch"),
+        ("small_batch.warmup_epochs", 99, "small_batch.warmup_epochs is 99, longer than small_batch.epochs"),
     ],
 )
 def test_a_bad_entry_is_named_with_its_value_and_the_way_out(dotted: str, value: Any, message: str) -> None:
@@ -85,10 +101,54 @@ def test_a_bad_entry_is_named_with_its_value_and_the_way_out(dotted: str, value:
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_entry_is_named_with_its_meaning() -> None:
+def with_knots(section: str, knots: list[list[float]], **more: Any) -> dict[str, Any]:
+    result = tree()
+    del result[section]["peak_lr"], result[section]["warmup_epochs"]
+    result[section] |= {"lr_knots": knots, **more}
+    return result
+
+
+def test_a_course_of_the_learning_rate_may_stand_in_for_peak_and_warm_up() -> None:
+    phase = parse_params(with_knots("phase1", [[0, 0.1], [4, 0.8], [4, 0.2], [24, 0]])).phase1
+    assert phase.lr_knots == ((0, 0.1), (4, 0.8), (4, 0.2), (24, 0))
+    assert phase.peak_lr is None and phase.warmup_epochs is None
+
+
+@pytest.mark.parametrize(
+    ("knots", "more", "message"),
+    [
+        ([[0, 0.1], [20, 0]], {}, "phase2.lr_knots ends at epoch 20, the run at 22: add a knot there"),
+        ([[2, 0.1], [22, 0]], {}, "phase2.lr_knots begins at epoch 2: begin at 0"),
+        ([[0, 0.1], [9, 0.1], [5, 0.1], [22, 0]], {}, "phase2.lr_knots has epochs 0, 9, 5, 22: list them in rising"),
+        ([[0, -0.1], [22, 0]], {}, "phase2.lr_knots[0][1] is -0.1, but must be at least 0"),
+        ([], {}, "phase2.lr_knots is empty"),
+        ([[0, 0.1], [22, 0]], {"peak_lr": 0.1}, "phase2.peak_lr has no effect beside phase2.lr_knots"),
+    ],
+)
+def test_bad_knots_are_named(knots: list[list[float]], more: dict[str, Any], message: str) -> None:
+    """Phase 2 takes up a course at epoch 14 and is 8 epochs long."""
+    with pytest.raises(SwapError) as caught:
+        parse_params(with_knots("phase2", knots, first_epoch=14, **more))
+    assert message in str(caught.value)
+
+
+def test_neither_peak_nor_course_is_refused_with_both_ways_out() -> None:
     incomplete = tree()
     del incomplete["phase2"]["peak_lr"]
-    with pytest.raises(SwapError, match=r"phase2\.peak_lr is missing \(highest learning rate\): add it"):
+    with pytest.raises(SwapError, match=r"phase2\.peak_lr is missing: add it, or the whole course as phase2\.lr_knots"):
+        parse_params(incomplete)
+
+
+def test_what_does_not_apply_may_be_left_out() -> None:
+    without = tree()
+    del without["model"]["width"]
+    assert parse_params(without).model.width is None
+
+
+def test_a_missing_entry_is_named_with_its_meaning() -> None:
+    incomplete = tree()
+    del incomplete["phase2"]["epochs"]
+    with pytest.raises(SwapError, match=r"phase2\.epochs is missing \(length of the phase\): add it"):
         parse_params(incomplete)
 
 

@@ -1,10 +1,13 @@
-"""The learning rate against lists that were worked out by hand."""
+"""Learning rate and sizes by epoch, against lists that were worked out by hand."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from swap_pipeline.schedules import PiecewiseLinear, warmup_then_decay
+from swap_pipeline.params import Schedule
+from swap_pipeline.schedules import PiecewiseLinear, by_epoch, learning_rate_of, warmup_then_decay
 
 
 def close(values: list[float]) -> object:
@@ -91,3 +94,36 @@ def test_knots_that_make_no_schedule_are_a_programming_error(
 ) -> None:
     with pytest.raises(AssertionError):
         PiecewiseLinear(epochs, values)
+
+
+def a_schedule(**entries: Any) -> Schedule:
+    return Schedule(**{"batch_size": 8, **entries})
+
+
+def test_each_cycle_goes_from_the_peak_down() -> None:
+    """Two cycles of 20 epochs, as in the paper's longer CIFAR-100 run."""
+    rate = learning_rate_of(a_schedule(peak_lr=0.05, warmup_epochs=0), epochs=40, cycles=2)
+    assert [rate(epoch) for epoch in (0, 5, 10, 19, 20, 30, 39)] == pytest.approx(
+        [0.05, 0.0375, 0.025, 0.0025, 0.05, 0.025, 0.0025]
+    )
+
+
+def test_each_cycle_warms_up_anew() -> None:
+    rate = learning_rate_of(a_schedule(peak_lr=1.0, warmup_epochs=2), epochs=8, cycles=2)
+    assert [rate(epoch) for epoch in range(8)] == pytest.approx([0, 0.5, 1, 0.5, 0, 0.5, 1, 0.5])
+
+
+def test_a_run_can_take_up_a_course_in_its_middle() -> None:
+    given = a_schedule(lr_knots=((0, 1.0), (4, 2.0), (4, 0.5), (10, 0.2), (12, 0.0)))
+    whole = learning_rate_of(given, epochs=12)
+    later = learning_rate_of(given, epochs=6, first_epoch=6)
+    assert [whole(epoch) for epoch in (0, 2, 3.5, 4, 7, 10, 11)] == pytest.approx([1, 1.5, 1.875, 0.5, 0.35, 0.2, 0.1])
+    assert [later(epoch) for epoch in (0, 1, 4, 5)] == pytest.approx([whole(epoch) for epoch in (6, 7, 10, 11)])
+
+
+def test_a_size_holds_from_its_epoch_on() -> None:
+    size = by_epoch(((0, 128), (13, 224), (25, 288)))
+    assert [size(epoch) for epoch in (0, 12, 12.9, 13, 24, 25, 100)] == [128, 128, 128, 224, 224, 288, 288]
+    later = by_epoch(((0, 128), (13, 224), (25, 288)), first_epoch=22)
+    assert [later(epoch) for epoch in (0, 2, 3, 5)] == [224, 224, 288, 288]
+    assert [by_epoch(64)(epoch) for epoch in (0, 7)] == [64, 64]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +21,15 @@ from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.params import Augment, Compute, Optimizer
 from swap_pipeline.progress import Reporter
-from swap_pipeline.schedules import warmup_then_decay
+from swap_pipeline.schedules import by_epoch, warmup_then_decay
 from swap_pipeline.training import Epoch, Record, Run, evaluate, reason_to_stop, train
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 PLAIN = Augment(padding=0, flip=False, cutout=0)
-NESTEROV = Optimizer(momentum=0.9, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
-COMPUTE = Compute(channels_last=True, deterministic=True)
+NESTEROV = Optimizer(
+    momentum=0.9, nesterov=True, weight_decay=5e-4, decay_norms=True, decay_biases=True, label_smoothing=0.1
+)
+COMPUTE = Compute(precision="fp32", channels_last=True, compile=False, deterministic=True)
 
 
 def random_images(count: int = 40, seed: int = 0) -> Images:
@@ -64,7 +67,7 @@ def a_run(*, seed: int = 5, epochs: int = 3, peak: float = 0.1, stop_accuracy: f
         name="phase1",
         section="phase1",
         seed=seed,
-        batch_size=12,
+        batch_size=by_epoch(12),
         epochs=epochs,
         learning_rate=schedule,
         stop_accuracy=stop_accuracy,
@@ -77,6 +80,8 @@ def train_here(
     run: Run | None = None,
     augment: Augment = PLAIN,
     compute: Compute = COMPUTE,
+    optimizer: Optimizer = NESTEROV,
+    at_epoch_end: Callable[[int], None] = lambda epoch: None,
 ) -> Record:
     return train(
         run or a_run(),
@@ -84,11 +89,12 @@ def train_here(
         train_images=random_images(),
         test_images=random_images(20, seed=9),
         augment=augment,
-        optimizer=NESTEROV,
+        optimizer=optimizer,
         compute=compute,
         group=ALONE,
         snapshots=folder,
         reporter=Reporter(name="test", total=3, folder=None, is_main=False),
+        at_epoch_end=at_epoch_end,
     )
 
 
@@ -118,6 +124,85 @@ def test_the_loop_equals_one_written_out_with_plain_torch(tmp_path: Path) -> Non
 
     torch.testing.assert_close(weights_of(network), weights_of(oracle), rtol=1e-4, atol=1e-6)
     assert [row.learning_rate for row in record.curve] == pytest.approx([2 / 30, 0.1 * 4 / 6, 0.05 / 3])
+
+
+@pytest.mark.parametrize(("decay_norms", "decay_biases"), [(False, True), (True, False), (False, False)])
+def test_weight_decay_spares_norm_layers_or_biases_and_nothing_else(
+    tmp_path: Path, decay_norms: bool, decay_biases: bool
+) -> None:
+    """With a gradient of almost nothing beside a huge decay, what is spared stays as it was."""
+    network = small_network(batch_norm=True)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(1.0)
+    optimizer = replace(
+        NESTEROV, momentum=0.0, nesterov=False, weight_decay=1e4, decay_norms=decay_norms, decay_biases=decay_biases
+    )
+    run = replace(a_run(epochs=1), learning_rate=lambda epoch: 1e-5, batch_size=by_epoch(40))
+
+    train_here(network, tmp_path, run, optimizer=optimizer)
+
+    ends = {name: round(parameter.mean().item(), 2) for name, parameter in network.named_parameters()}
+    norms, biases = (0.9 if decay_norms else 1.0), (0.9 if decay_biases else 1.0)
+    assert ends == {
+        "0.weight": 0.9,
+        "0.bias": biases,
+        "1.weight": norms,
+        "1.bias": norms,
+        "5.weight": 0.9,
+        "5.bias": biases,
+    }
+
+
+def test_batch_size_and_learning_rate_change_at_their_epochs(tmp_path: Path) -> None:
+    from swap_pipeline.data import draw_epoch
+    from swap_pipeline.schedules import PiecewiseLinear
+
+    data, oracle = random_images(), small_network()
+    sgd = torch.optim.SGD(oracle.parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    loss_function = nn.CrossEntropyLoss(label_smoothing=0.1)
+    # Epoch 0: 3 steps of 12 rising from 0.1; epoch 1: after a jump, 8 steps of 5 falling from 0.05.
+    rates = [[0.1 + 0.1 * step / 3 for step in range(3)], [0.05 - 0.04 * step / 8 for step in range(8)]]
+    for epoch, batch in ((0, 12), (1, 5)):
+        order = draw_epoch(seed=5, epoch=epoch, num_images=40, image_size=(8, 8)).order
+        for step, rate in enumerate(rates[epoch]):
+            chosen = order[batch * step : batch * step + batch]
+            sgd.param_groups[0]["lr"] = rate
+            sgd.zero_grad()
+            loss_function(oracle((data.pixels[chosen].float() - 127) / 70), data.labels[chosen]).backward()
+            sgd.step()
+
+    network = small_network()
+    run = replace(
+        a_run(epochs=2),
+        batch_size=by_epoch(((0, 12), (1, 5))),
+        learning_rate=PiecewiseLinear((0, 1, 1, 2), (0.1, 0.2, 0.05, 0.01)),
+    )
+    train_here(network, tmp_path, run)
+
+    torch.testing.assert_close(weights_of(network), weights_of(oracle), rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_that_is_too_large_only_in_a_later_epoch_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(SwapError, match=r"phase1\.batch_size is 64, more than the 40 training images"):
+        train_here(small_network(), tmp_path, replace(a_run(), batch_size=by_epoch(((0, 12), (2, 64)))))
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_on_the_way_are_those_of_a_run_that_ended_there(tmp_path: Path) -> None:
+    network, seen = small_network(batch_norm=True), {}
+
+    def remember(epoch: int) -> None:
+        seen[epoch] = weights_of(network).clone()
+
+    train_here(network, tmp_path, at_epoch_end=remember)
+
+    assert sorted(seen) == [1, 2, 3]
+    for epochs in (1, 2, 3):
+        (tmp_path / str(epochs)).mkdir()
+        shorter = small_network(batch_norm=True)
+        train_here(shorter, tmp_path / str(epochs), replace(a_run(), epochs=epochs))
+        assert torch.equal(seen[epochs], weights_of(shorter))
 
 
 def test_training_accuracy_counts_every_image_of_the_epoch(tmp_path: Path) -> None:
@@ -230,7 +315,7 @@ def test_the_memory_layout_changes_nothing_but_rounding(tmp_path: Path) -> None:
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SwapError, match=r"phase1\.batch_size is 64, more than the 40 training images"):
-        train_here(small_network(), tmp_path, replace(a_run(), batch_size=64))
+        train_here(small_network(), tmp_path, replace(a_run(), batch_size=by_epoch(64)))
 
 
 TWO_RANKS = """

@@ -1,0 +1,202 @@
+"""Images that stay in their files: decoded batch by batch in data-loader processes, uint8 until they are on the device.
+
+Which images a batch holds and how each is cropped is decided before the loaders see it, so neither their number nor a
+restart changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from swap_pipeline.checkpoint import TensorFile
+from swap_pipeline.data import EpochChoices, Images, Meta, View, derive_seed, make_batch, pixel_scale
+from swap_pipeline.environment import num_loaders
+from swap_pipeline.errors import SwapError
+from swap_pipeline.image_files import decode
+
+# A test image's shorter side is brought to this multiple of the size that is cut from its middle (256 for 224).
+MARGIN = 256 / 224
+# Sides of rectangles are multiples of this, so that images of about the same shape share a batch.
+_GRAIN = 16
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is to be read: which image, the height and width it is brought to, and how."""
+
+    index: int
+    size: tuple[int, int]
+    seed: int | None = None
+    """of the random crop; None: the middle of the image"""
+    min_scale: float = 1.0
+
+
+def middle(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The middle of an image, after its shorter side was brought to a little more than that of `size`."""
+    resized = functional.resize(image, [round(min(size) * MARGIN)], antialias=True)
+    cropped: Image.Image = functional.center_crop(resized, list(size))
+    return cropped
+
+
+def rectangle(height: int, width: int, size: int) -> tuple[int, int]:
+    """Height and width of a test crop in the shape of the image, with `size` as its shorter side.
+
+    Long images are cut to 2:1. The original (cybertronai/imagenet18_old) takes the mean shape of each batch of a list
+    sorted by shape, which makes the result depend on the batch size; this does not.
+    """
+    ratio = min(2.0, max(height, width) / min(height, width))
+    long = max(size, int(size * ratio) // _GRAIN * _GRAIN)
+    return (long, size) if height > width else (size, long)
+
+
+class _Reader(Dataset[Any]):
+    """Decodes and crops; lives in the loader processes."""
+
+    def __init__(self, root: Path, channels: int, index: TensorFile) -> None:
+        self._root = root
+        self._channels = channels
+        self._paths = index.read("paths").numpy()
+        self._ends = index.read("path_ends").numpy()
+        self._labels = index.read("labels")
+        self._heights = index.read("heights").numpy()
+        self._widths = index.read("widths").numpy()
+
+    def path(self, index: int) -> Path:
+        start = int(self._ends[index - 1]) if index else 0
+        return self._root / bytes(self._paths[start : int(self._ends[index])]).decode()
+
+    def __getitems__(self, cuts: Sequence[Cut]) -> tuple[torch.Tensor, torch.Tensor] | str:
+        """A uint8 batch and its labels, or what is wrong with one of its files."""
+        try:
+            return torch.stack([self._read(cut) for cut in cuts]), self._labels[[cut.index for cut in cuts]]
+        except SwapError as error:
+            return str(error)
+
+    def _read(self, cut: Cut) -> torch.Tensor:
+        path = self.path(cut.index)
+        image = decode(path, self._channels)
+        if image.size != (self._widths[cut.index], self._heights[cut.index]):
+            raise SwapError(f"{path} has changed since it was prepared: run `dvc repro`")
+        if cut.seed is None:
+            image = middle(image, cut.size)
+        else:
+            torch.manual_seed(cut.seed)
+            image = v2.RandomResizedCrop(cut.size, scale=(cut.min_scale, 1.0), antialias=True)(image)
+        pixels: torch.Tensor = functional.pil_to_tensor(image)
+        return pixels
+
+
+class _Plan:
+    """The batches of the next pass; a `DataLoader` asks anew each time it is iterated over."""
+
+    def __init__(self) -> None:
+        self.batches: Iterable[list[Cut]] = ()
+
+    def __iter__(self) -> Iterator[list[Cut]]:
+        return iter(self.batches)
+
+
+class FileImages:
+    """A split of a data set whose images are in files under `root`."""
+
+    def __init__(
+        self, folder: Path, split: str, meta: Meta, *, root: Path, test_crop: str, device: torch.device
+    ) -> None:
+        path = folder / f"{split}.safetensors"
+        index = TensorFile(path)
+        for key in ("labels", "heights", "widths", "paths", "path_ends"):
+            if key not in index.layout:
+                raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
+        if not root.is_dir():
+            raise SwapError(
+                f"params.yaml: data.root is {str(root)!r}, which is no folder: name that of the images"
+            )
+        labels = index.read("labels")
+        self._sizes = list(zip(index.read("heights").tolist(), index.read("widths").tolist(), strict=True))
+        if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(meta.classes):
+            raise SwapError(f"{path} is empty or has labels without a class: delete it and run `dvc repro`")
+        self._channels = meta.channels
+        self._device = device
+        self._mean, self._std = pixel_scale(meta.mean, device), pixel_scale(meta.std, device)
+        self._test_crop = test_crop
+        self._plan = _Plan()
+        self._loader = DataLoader(
+            _Reader(root, meta.channels, index),
+            batch_sampler=self._plan,
+            collate_fn=_as_it_is,
+            num_workers=num_loaders(default=torch.get_num_threads()),
+            persistent_workers=True,
+            pin_memory=device.type == "cuda",
+            multiprocessing_context="fork",  # others would import torch again in every loader
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def image_shape(self, view: View | None) -> tuple[int, int, int]:
+        assert view is not None
+        return self._channels, view.size, view.size
+
+    def batches(
+        self,
+        choices: EpochChoices,
+        parts: Sequence[slice],
+        *,
+        view: View | None,
+        padding: int,
+        cutout: int,
+        channels_last: bool,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        assert view is not None
+        order, size = choices.order.tolist(), (view.size, view.size)
+
+        def cut(position: int) -> Cut:
+            if view.min_scale is None:
+                return Cut(order[position], size)
+            return Cut(order[position], size, derive_seed("crop", choices.seed, position), view.min_scale)
+
+        plan = ([cut(position) for position in range(part.start, part.stop)] for part in parts)
+        for part, images in zip(parts, self._read(plan), strict=True):
+            yield make_batch(
+                images, choices.of_batch(part), slice(None), padding=padding, cutout=cutout, channels_last=channels_last
+            )
+
+    def test_batches(
+        self, *, batch_size: int, rank: int, world_size: int, view: View | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        assert view is not None
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for index, (height, width) in enumerate(self._sizes):
+            square = self._test_crop == "square"
+            shape = (view.size, view.size) if square else rectangle(height, width, view.size)
+            shapes.setdefault(shape, []).append(index)
+        batches = [
+            [Cut(index, shape) for index in indices[first : first + batch_size]]
+            for shape, indices in sorted(shapes.items())
+            for first in range(0, len(indices), batch_size)
+        ][rank::world_size]
+        for images in self._read(batches):
+            yield images.normalise(images.pixels), images.labels
+
+    def _read(self, plan: Iterable[list[Cut]]) -> Iterator[Images]:
+        """The planned batches, on the device."""
+        self._plan.batches = plan
+        for batch in self._loader:
+            if isinstance(batch, str):
+                raise SwapError(batch)
+            pixels, labels = (tensor.to(self._device, non_blocking=True) for tensor in batch)
+            yield Images(pixels=pixels, labels=labels, mean=self._mean, std=self._std)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

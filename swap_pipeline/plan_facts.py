@@ -1,0 +1,212 @@
+"""What a plan needs to know: the data without its images, the network without its weights, the devices.
+
+Networks are built and run on torch's `meta` device, where tensors have shapes and no values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.flop_counter import FlopCounterMode
+
+from swap_pipeline import environment, launch
+from swap_pipeline.checkpoint import TensorFile
+from swap_pipeline.data import read_meta
+from swap_pipeline.datasets import FACTS
+from swap_pipeline.errors import SwapError
+from swap_pipeline.image_files import find_root, read_image
+from swap_pipeline.image_folders import Tree, scan
+from swap_pipeline.models import describe_network, new_network
+from swap_pipeline.params import Data, Model
+from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Size
+
+# Batch norm needs more than one value for each channel, also where the image has shrunk to a single pixel.
+_IMAGES = 2
+# Of a folder, so many images are looked at to see whether they differ in size.
+_SAMPLE = 64
+# Where test images are looked for first. ImageNet's own `test` has no classes.
+_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
+
+
+def data_facts(data: Data, *, prepared: Path) -> DataFacts:
+    """What is known of the data: of a folder by a look at it, of a named data set always.
+
+    A folder that is not here may have been prepared elsewhere; then `prepared` knows it.
+    """
+    root = find_root(data.root)
+    if data.name in _FOLDERS and (root / "train").is_dir():
+        return _limited(_folder_facts(data, scan(root, test_names=_FOLDERS[data.name])), data)
+    if data.name in FACTS:
+        facts = FACTS[data.name]
+        channels, height, width = facts.shape
+        return _limited(
+            DataFacts(
+                name=data.name,
+                num_train=facts.num_train,
+                num_test=facts.num_test,
+                num_classes=facts.num_classes,
+                channels=channels,
+                size=None if height is None or width is None else (height, width),
+                source=None,
+            ),
+            data,
+        )
+    if data.name not in _FOLDERS:
+        known = [*FACTS, "imagefolder"]
+        closest = difflib.get_close_matches(data.name.lower(), known, n=1)
+        hint = f"did you mean {closest[0]}?" if closest else f"choose one of {', '.join(known)}"
+        raise SwapError(f"data.name is {data.name!r}: {hint}")
+    if root.exists() or not (prepared / "meta.json").is_file():
+        scan(root)  # says what is missing
+    return _prepared_facts(data, prepared)
+
+
+def _folder_facts(data: Data, tree: Tree) -> DataFacts:
+    paths = [*tree.train.paths, *tree.test.paths]
+    sample = [read_image(tree.root / path, None)[1] for path in paths[:: math.ceil(len(paths) / _SAMPLE)]]
+    channels = 3 if data.name == "imagenet" else max(len(image.getbands()) for image in sample)
+    width, height = sample[0].size
+    num_train = len(tree.train) if data.train_images == "all" else min(data.train_images, len(tree.train))
+    num_bytes = (num_train + len(tree.test)) * channels * height * width
+    in_memory = len({image.size for image in sample}) == 1 and num_bytes <= data.max_gb_in_memory * 1e9
+    return DataFacts(
+        name=data.name,
+        num_train=len(tree.train),
+        num_test=len(tree.test),
+        num_classes=len(tree.classes),
+        channels=channels,
+        size=(height, width) if in_memory else None,
+        source=f"counted in {tree.root}",
+    )
+
+
+def _limited(facts: DataFacts, data: Data) -> DataFacts:
+    if data.train_images == "all":
+        return facts
+    if data.train_images > facts.num_train:
+        raise SwapError(
+            f"data.train_images is {data.train_images}, but {data.name} has {facts.num_train}: lower it, or write all"
+        )
+    return dataclasses.replace(facts, num_train=data.train_images)
+
+
+def _prepared_facts(data: Data, prepared: Path) -> DataFacts:
+    meta = read_meta(prepared)
+    num_train, num_test = (
+        TensorFile(prepared / f"{split}.safetensors").layout["labels"].shape[0] for split in ("train", "test")
+    )
+    if data.train_images not in ("all", num_train):
+        raise SwapError(
+            f"data.root is {data.root!r}, which does not exist, and {prepared} has {num_train:,} training images instead "
+            f"of data.train_images ({data.train_images:,}): set data.root to where the images are"
+        )
+    return DataFacts(
+        name=data.name,
+        num_train=num_train,
+        num_test=num_test,
+        num_classes=len(meta.classes),
+        channels=meta.channels,
+        size=None if meta.shape is None else meta.shape[1:],
+        source=f"{data.root} is not here: taken from {prepared}",
+    )
+
+
+def planned_devices(num_gpus: int) -> Devices:
+    """So many GPUs, wherever they may be."""
+    return Devices(kind="GPU", count=num_gpus, processes=num_gpus, in_use=num_gpus, max_workers=None, given=True)
+
+
+def devices_here() -> Devices:
+    """What `dvc repro` would use on this machine, as `launch` decides it."""
+    machine = launch.this_machine()
+    on_gpus = machine.device_type == "cuda"
+    processes = environment.num_processes(len(machine.devices) if on_gpus else min(2, machine.cores))
+    if on_gpus and processes > len(machine.devices):
+        raise SwapError(f"SWAP_NPROC is {processes}, but there are {len(machine.devices)} GPUs: lower it")
+    return Devices(
+        kind="GPU" if on_gpus else "CPU core",
+        count=len(machine.devices),
+        processes=processes,
+        in_use=processes if on_gpus else min(machine.cores, processes * max(1, machine.cores // processes)),
+        max_workers=environment.max_workers_at_once(default=len(machine.devices)),
+        given=False,
+    )
+
+
+def network_facts(model: Model, *, channels: int, num_classes: int, sizes: Sequence[Size]) -> NetworkFacts:
+    """Parameters, bytes and FLOPs at each of these sizes of images."""
+    description = describe_network(model, channels=channels, num_classes=num_classes)
+    try:
+        with torch.device("meta"):
+            network = new_network(description, seed=0)
+        flops = {size: count_flops(network, (channels, *size)) for size in sizes}
+    except Exception:
+        # Not every network can do without values: it is really built and run, and what is wrong then is really wrong.
+        network = new_network(description, seed=0)
+        flops = {size: _count_or_refuse(network, model.name, (channels, *size)) for size in sizes}
+    trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    return NetworkFacts(
+        name=model.name,
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+        num_trainable_tensors=len(trainable),
+        gradient_bytes=sum(tensor.nbytes for tensor in trainable),
+        state_bytes=sum(tensor.nbytes for tensor in network.state_dict().values()),
+        num_batch_norms=sum(
+            isinstance(module, _BatchNorm) and module.running_mean is not None for module in network.modules()
+        ),
+        flops=flops,
+    )
+
+
+def count_flops(network: nn.Module, shape: tuple[int, int, int]) -> Flops:
+    """Counted by torch, operator by operator, over a real forward and backward pass."""
+    device = next(network.parameters()).device
+    network.train()
+    backward = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+    with FlopCounterMode(display=False, custom_mapping=backward) as counter:
+        logits = network(torch.zeros(_IMAGES, *shape, device=device))
+        forward = counter.get_total_flops()
+        logits.sum().backward()
+    network.zero_grad(set_to_none=True)
+    return Flops(forward=forward // _IMAGES, training=counter.get_total_flops() // _IMAGES)
+
+
+def _convolution_backward_flops(
+    grad_shape: Sequence[int],
+    input_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    _bias: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    transposed: bool,
+    _output_padding: Any,
+    _groups: int,
+    wanted: Sequence[bool],
+    **_kwargs: Any,
+) -> int:
+    """The gradients of input and weight each take as much as the forward pass.
+
+    torch 2.15 counts that of the weight as if there were no groups, dozens of times too much for depthwise layers.
+    """
+    positions = input_shape[2:] if transposed else grad_shape[2:]
+    forward = 2 * grad_shape[0] * math.prod(positions) * math.prod(weight_shape)
+    return forward * (wanted[0] + wanted[1])
+
+
+def _count_or_refuse(network: nn.Module, name: str, shape: tuple[int, int, int]) -> Flops:
+    try:
+        return count_flops(network, shape)
+    except SwapError:
+        raise
+    except Exception as error:
+        what = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SwapError(f"model {name} cannot be trained on images of {'×'.join(map(str, shape))}: {what}") from error

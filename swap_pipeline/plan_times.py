@@ -1,0 +1,78 @@
+"""How long a plan takes, from the speed of one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swap_pipeline.plan import Plan, RunPlan, Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """How fast one device trains."""
+
+    images_per_second: float
+    image_size: Size
+    source: str
+    """for people: where the number comes from"""
+    measured_on: str | None
+    """`GPU` or `CPU core`; None: not measured, but given"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Seconds on the clock, and seconds of all devices that are busy meanwhile."""
+
+    seconds: float
+    device_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long everything takes."""
+
+    phase1: Expected
+    worker: Expected
+    phase2: Expected
+    phase3: Expected
+    critical_path: Expected
+    small_batch: Expected
+    large_batch: Expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """All that `swap plan` shows."""
+
+    title: str
+    plan: Plan
+    throughput: Throughput
+    times: Times
+
+
+def expected_times(plan: Plan, throughput: Throughput) -> Times:
+    """Seconds of training alone. n devices are taken to be n times as fast, and time to grow with the FLOPs."""
+    flops = plan.network.flops
+    flops_per_second = throughput.images_per_second * flops[throughput.image_size].training
+
+    def of_run(run: RunPlan) -> Expected:
+        busy = run.flops / flops_per_second
+        return Expected(seconds=busy / run.devices, device_seconds=busy)
+
+    phase1, worker, phase3 = of_run(plan.phase1), of_run(plan.worker), plan.phase3
+    phase2 = Expected(seconds=plan.rounds * worker.seconds, device_seconds=plan.num_workers * worker.device_seconds)
+    forward = flops[phase3.image_size].forward / flops_per_second
+    statistics_seconds = phase3.samples_of_busiest * forward / (phase3.devices / phase3.processes)
+    statistics = Expected(seconds=statistics_seconds, device_seconds=statistics_seconds * phase3.devices)
+    return Times(
+        phase1=phase1,
+        worker=worker,
+        phase2=phase2,
+        phase3=statistics,
+        critical_path=Expected(
+            seconds=phase1.seconds + phase2.seconds + statistics.seconds,
+            device_seconds=phase1.device_seconds + phase2.device_seconds + statistics.device_seconds,
+        ),
+        small_batch=of_run(plan.small_batch),
+        large_batch=of_run(plan.large_batch),
+    )

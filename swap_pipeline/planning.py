@@ -1,0 +1,54 @@
+"""From params to a forecast: facts gathered, work planned, speed measured or taken as given."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from swap_pipeline.errors import SwapError
+from swap_pipeline.params import Params
+from swap_pipeline.plan import Devices, Plan, image_sizes, make_plan
+from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
+from swap_pipeline.plan_times import Forecast, Throughput, expected_times
+from swap_pipeline.throughput import measure_throughput
+from swap_pipeline.training_job import PREPARED
+
+
+def make_forecast(params: Params, *, file: Path, num_gpus: int | None, images_per_second: float | None) -> Forecast:
+    """Plan for `num_gpus`, or for this machine; all that can be refused is, before anything is measured."""
+    devices = devices_here() if num_gpus is None else planned_devices(num_gpus)
+    try:
+        plan = plan_params(params, devices)
+    except SwapError as error:
+        # Where the rest of the project says params.yaml, it may be another file here.
+        raise SwapError(f"{file}: {str(error).removeprefix('params.yaml: ')}") from None
+    first = plan.phase1.stretches[0]
+    if images_per_second is not None:
+        throughput = Throughput(
+            images_per_second=images_per_second,
+            image_size=first.image_size,
+            source="given with --images-per-second",
+            measured_on=None,
+        )
+    else:
+        print("measuring how fast this machine trains, a few seconds …", file=sys.stderr, flush=True)
+        throughput = measure_throughput(
+            params.model,
+            channels=plan.data.channels,
+            num_classes=plan.data.num_classes,
+            image_size=first.image_size,
+            batch_size=first.batch_per_device,
+            optimizer=params.optimizer,
+            compute=params.compute,
+        )
+    recipe = "" if params.recipe is None or params.recipe == file.stem else f" (recipe {params.recipe})"
+    return Forecast(title=f"{file}{recipe}", plan=plan, throughput=throughput, times=expected_times(plan, throughput))
+
+
+def plan_params(params: Params, devices: Devices) -> Plan:
+    """What these params will do on these devices."""
+    data = data_facts(params.data, prepared=PREPARED)
+    network = network_facts(
+        params.model, channels=data.channels, num_classes=data.num_classes, sizes=image_sizes(params, data)
+    )
+    return make_plan(params, data=data, network=network, devices=devices)

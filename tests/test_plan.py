@@ -1,0 +1,743 @@
+"""`swap plan`: numbers against those worked out by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+from ruamel.yaml import YAML
+
+from swap_pipeline import launch
+from swap_pipeline.checkpoint import TensorFile, write_tensors
+from swap_pipeline.errors import SwapError
+from swap_pipeline.files import write_json
+from swap_pipeline.models import describe_network, new_network
+from swap_pipeline.params import Compute, Data, Model, Params, parse_params, read_params
+from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Plan, RunPlan, make_plan
+from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
+from swap_pipeline.plan_plot import draw
+from swap_pipeline.plan_text import duration, text_of
+from swap_pipeline.plan_times import Forecast, Throughput, Times, expected_times
+from swap_pipeline.planning import plan_params
+from swap_pipeline.throughput import measure_throughput
+
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SVG = "{http://www.w3.org/2000/svg}"
+
+CIFAR10 = DataFacts(
+    name="cifar10", num_train=50_000, num_test=10_000, num_classes=10, channels=3, size=(32, 32), source=None
+)
+# Of ResNet-9 at width 64, except that an image costs 100 forward and 300 in training.
+NETWORK = NetworkFacts(
+    name="resnet9",
+    num_parameters=6_573_120,
+    num_trainable_tensors=25,
+    gradient_bytes=26_292_480,
+    state_bytes=26_310_464,
+    num_batch_norms=8,
+    flops={(32, 32): Flops(forward=100, training=300)},
+)
+# The paper's CIFAR-10 experiment: section 5.1 and Table 5.
+PAPER_CIFAR10 = {
+    "phase1": {
+        "batch_size": 4096,
+        "peak_lr": 1.2,
+        "warmup_epochs": 36,
+        "max_epochs": 150,
+        "stop_accuracy": 98.0,
+        "seed": 0,
+    },
+    "phase2": {
+        "batch_size": 512,
+        "peak_lr": 0.12,
+        "warmup_epochs": 0,
+        "epochs": 30,
+        "cycles": 1,
+        "gpus_per_worker": 1,
+    },
+    "workers": {"seeds": [0, 1, 2, 3, 4, 5, 6, 7]},
+    "phase3.batch_size": 512,
+    "small_batch": {"batch_size": 512, "peak_lr": 0.3, "warmup_epochs": 24, "epochs": 100, "gpus": 2},
+    "large_batch": {"batch_size": 4096, "peak_lr": 1.2, "warmup_epochs": 36, "epochs": 150, "gpus": 8},
+}
+
+
+def tree_of(path: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = YAML(typ="safe", pure=True).load(path.read_text())
+    return tree
+
+
+def params_with(values: Mapping[str, Any]) -> Params:
+    """The default params with some of them changed."""
+    tree = tree_of(ROOT / "recipes" / "fashion-mini.yaml")
+    for dotted, value in values.items():
+        *sections, last = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[last] = copy.deepcopy(value)
+    return parse_params(tree)
+
+
+def plan_of(
+    values: Mapping[str, Any],
+    *,
+    gpus: int = 8,
+    data: DataFacts = CIFAR10,
+    network: NetworkFacts = NETWORK,
+    devices: Devices | None = None,
+) -> Plan:
+    """The paper's CIFAR-10 experiment with some values changed."""
+    params = params_with({**PAPER_CIFAR10, **values})
+    return make_plan(params, data=data, network=network, devices=devices or planned_devices(gpus))
+
+
+def at(images_per_second: float, size: tuple[int, int] = (32, 32)) -> Throughput:
+    return Throughput(images_per_second=images_per_second, image_size=size, source="test", measured_on=None)
+
+
+def rows(run: RunPlan) -> list[tuple[Any, ...]]:
+    return [
+        (p.first_epoch, p.last_epoch, p.first_rate, p.last_rate, p.batch_size, p.batch_per_device, p.steps, p.samples)
+        for p in run.stretches
+    ]
+
+
+# --- steps, samples, FLOPs, bytes
+
+
+def test_the_papers_cifar10_run_is_counted_as_by_hand() -> None:
+    plan = plan_of({})
+
+    # 50,000 images are 12 whole batches of 4,096 and 97 of 512.
+    assert (plan.phase1.steps, plan.phase1.samples) == (1_800, 7_372_800)
+    assert (plan.worker.steps, plan.worker.samples) == (2_910, 1_489_920)
+    assert (plan.small_batch.steps, plan.small_batch.samples) == (9_700, 4_966_400)
+    assert (plan.large_batch.steps, plan.large_batch.samples) == (1_800, 7_372_800)
+    assert (plan.phase1.devices, plan.worker.devices, plan.small_batch.devices) == (8, 1, 2)
+    assert (plan.num_workers, plan.slots, plan.rounds) == (8, 8, 1)
+    # 98 batches, the last of them short; one of 8 processes has 13 of them.
+    assert (plan.phase3.batches, plan.phase3.samples, plan.phase3.samples_of_busiest) == (98, 50_000, 6_656)
+    assert plan.phase3.num_models == 8
+    assert plan.phase1.flops == 2_211_840_000
+    assert plan.worker.flops == 446_976_000
+    assert plan.phase3.flops == 5_000_000
+    assert plan.flops == 5_792_648_000
+
+
+def test_learning_rate_and_batch_size_are_listed_by_straight_parts() -> None:
+    plan = plan_of({})
+    assert rows(plan.phase1) == [
+        (0, 36, 0, 1.2, 4096, 512, 432, 1_769_472),
+        (36, 150, 1.2, 0, 4096, 512, 1_368, 5_603_328),
+    ]
+    assert rows(plan.worker) == [(0, 30, 0.12, 0, 512, 512, 2_910, 1_489_920)]
+
+
+def test_cycles_begin_anew_at_the_peak_and_each_leaves_a_model() -> None:
+    plan = plan_of({"phase2.cycles": 2, "phase2.epochs": 40, "phase2.peak_lr": 0.05, "phase2.warmup_epochs": 5})
+    assert [row[:4] for row in rows(plan.worker)] == [
+        (0, 5, 0, 0.05),
+        (5, 20, 0.05, 0),
+        (20, 25, 0, 0.05),
+        (25, 40, 0.05, 0),
+    ]
+    assert plan.phase3.num_models == 16
+    assert plan.num_checkpoints == 18
+
+
+def test_batch_sizes_by_epoch_count_their_own_steps() -> None:
+    small = DataFacts(**{**vars(CIFAR10), "num_train": 1_000})
+    plan = plan_of(
+        {
+            "phase1.batch_size": [[0, 100], [2, 30]],
+            "phase1.max_epochs": 5,
+            "phase1.warmup_epochs": 1,
+            "phase2.batch_size": 64,
+            "small_batch.batch_size": 64,
+            "large_batch.batch_size": 64,
+        },
+        gpus=2,
+        data=small,
+    )
+    # 10 steps an epoch, then 33
+    assert [row[4:] for row in rows(plan.phase1)] == [
+        (100, 50, 10, 1_000),
+        (100, 50, 10, 1_000),
+        (30, 15, 99, 2_970),
+    ]
+    assert [row[:2] for row in rows(plan.phase1)] == [(0, 1), (1, 2), (2, 5)]
+    assert [row[3] for row in rows(plan.phase1)] == pytest.approx([1.2, 0.9, 0])
+    assert (plan.phase1.steps, plan.phase1.samples) == (119, 4_970)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(2.5, 30), (0.3, 4), (0.25, 3), (1 / 3, 4)])
+def test_a_step_belongs_to_the_part_in_which_it_begins(warmup: float, steps: int) -> None:
+    plan = plan_of({"phase1.warmup_epochs": warmup})  # 12 steps an epoch
+    assert [part.steps for part in plan.phase1.stretches] == [steps, 1_800 - steps]
+
+
+def test_imagenet_on_16_gpus_is_counted_as_by_hand() -> None:
+    plan = plan_params(read_params(ROOT / "recipes" / "imagenet.yaml"), planned_devices(16))
+
+    # 1,281,167 images: 156 batches of 8,192, 357 of 3,584, 714 of 1,792, 1,251 of 1,024
+    assert rows(plan.phase1) == [
+        (0, 7, 2.0, 4.0, 8192, 512, 1_092, 8_945_664),
+        (7, 13, 4.0, 0.5, 8192, 512, 936, 7_667_712),
+        (13, 22, 0.875, 0.0875, 3584, 224, 3_213, 11_515_392),
+    ]
+    assert rows(plan.worker) == [
+        (0, 3, 0.04375, 0.004375, 1792, 224, 2_142, 3_838_464),
+        (3, 6, 0.0025, 0.00025, 1024, 128, 3_753, 3_843_072),
+    ]
+    assert [part.image_size for part in plan.worker.stretches] == [(224, 224), (288, 288)]
+    assert (plan.worker.devices, plan.slots, plan.rounds) == (8, 2, 1)
+    assert plan.phase3.image_size == (288, 288)
+    # 10,009 whole batches of 128 and one of 15; 626 of them, at most, on one of 16 devices
+    assert (plan.phase3.batches, plan.phase3.samples_of_busiest) == (10_010, 80_128)
+    assert plan.network.num_parameters == 25_557_032
+    # 102,228,128 bytes of gradient
+    assert (plan.phase1.exchanged_bytes, plan.worker.exchanged_bytes) == (191_677_740, 178_899_224)
+    # 4.1 billion multiplications with an addition each at 224 pixels; three times as much in training
+    assert plan.network.flops[224, 224].forward == pytest.approx(8.2e9, rel=0.01)
+    assert plan.network.flops[224, 224].training == pytest.approx(3 * 8.2e9, rel=0.02)
+    assert plan.small_batch.steps == 13 * 312 + 12 * 714 + 3 * 1_251
+    assert plan.large_batch.steps == 13 * 156 + 12 * 357 + 3 * 625
+
+
+def test_resnet9_has_the_parameters_flops_and_bytes_of_the_paper() -> None:
+    model = Model(name="resnet9", width=64, pretrained=False, zero_init_last_gamma=False)
+    facts = network_facts(model, channels=3, num_classes=10, sizes=[(32, 32)])
+
+    assert facts.num_parameters == 6_573_120
+    assert facts.gradient_bytes == 26_292_480
+    # 8 batch norms with 2,240 channels: mean and variance in float32, a counter in int64
+    assert facts.state_bytes == 26_292_480 + 2 * 4 * 2_240 + 8 * 8
+    assert facts.num_batch_norms == 8
+    # First layer 3·64·9·32², five times 64·128·9·32², linear layer 512·10; two operations each.
+    assert facts.flops[32, 32].forward == 758_523_904
+    # Twice as much backward, but there is no gradient of the image.
+    assert facts.flops[32, 32].training == 2_272_032_768
+
+
+def test_a_checkpoint_and_a_snapshot_take_the_planned_bytes(tmp_path: Path) -> None:
+    network = new_network(describe_network(read_params(ROOT / "params.yaml").model, channels=1, num_classes=10), seed=0)
+    write_tensors(tmp_path / "model.safetensors", network.state_dict(), {})
+    on_disk = sum(spec.num_bytes for spec in TensorFile(tmp_path / "model.safetensors").layout.values())
+
+    plan = plan_params(read_params(ROOT / "params.yaml"), planned_devices(2))
+
+    assert plan.checkpoint_bytes == on_disk
+    assert plan.num_checkpoints == 1 + 4 + 1
+    assert plan.snapshot_bytes == on_disk + 4 * sum(p.numel() for p in network.parameters())
+
+
+def test_memory_is_weights_gradients_and_momentum() -> None:
+    assert plan_of({}).memory_bytes == 78_895_424
+    without = plan_of({"optimizer.momentum": 0.0, "optimizer.nesterov": False})
+    assert without.memory_bytes == 52_602_944
+    assert without.snapshot_bytes == 26_310_464
+
+
+@pytest.mark.parametrize(("gpus", "sent"), [(1, 0), (2, 26_292_480), (4, 39_438_720), (8, 46_011_840)])
+def test_a_ring_sends_nearly_twice_the_gradient(gpus: int, sent: int) -> None:
+    assert plan_of({}, gpus=gpus).phase1.exchanged_bytes == sent
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpus_per_worker", "slots", "rounds"),
+    [(8, 1, 8, 1), (16, 1, 8, 1), (4, 1, 4, 2), (3, 1, 3, 3), (1, 1, 1, 8), (8, 4, 2, 4), (4, 4, 1, 8)],
+)
+def test_workers_without_a_slot_wait_for_the_next_round(
+    gpus: int, gpus_per_worker: int, slots: int, rounds: int
+) -> None:
+    values = {"phase2.gpus_per_worker": gpus_per_worker, "phase1.batch_size": 4080, "large_batch.batch_size": 4080}
+    plan = plan_of(values, gpus=gpus)
+    assert (plan.slots, plan.rounds) == (slots, rounds)
+    said = any(f"{slots} slot" in note and f"{rounds} round" in note for note in plan.notes)
+    assert said == (rounds > 1)
+
+
+# --- seconds
+
+
+def test_seconds_follow_from_images_per_second() -> None:
+    times = expected_times(plan_of({}), at(1_000))
+
+    assert times.phase1.seconds == pytest.approx(921.6)
+    assert times.phase1.device_seconds == pytest.approx(7_372.8)
+    assert times.worker.seconds == times.phase2.seconds == pytest.approx(1_489.92)
+    assert times.phase2.device_seconds == pytest.approx(11_919.36)
+    # 6,656 images on the busiest device, forward only: a third
+    assert times.phase3.seconds == pytest.approx(2.218_667)
+    assert times.critical_path.seconds == pytest.approx(2_413.738_667)
+    assert times.small_batch.seconds == pytest.approx(2_483.2)
+    assert times.large_batch.seconds == pytest.approx(921.6)
+
+
+def test_rounds_of_workers_take_their_time_one_after_another() -> None:
+    times = expected_times(plan_of({}, gpus=4), at(1_000))
+    assert times.phase2.seconds == pytest.approx(2 * 1_489.92)
+    assert times.phase2.device_seconds == pytest.approx(8 * 1_489.92)
+    assert times.critical_path.seconds == pytest.approx(
+        times.phase1.seconds + times.phase2.seconds + times.phase3.seconds
+    )
+
+
+def test_other_image_sizes_take_time_as_they_take_flops() -> None:
+    files = DataFacts(**{**vars(CIFAR10), "size": None, "name": "imagefolder"})
+    sizes = {"image_size": [[0, 32], [75, 64]]}
+    network = NetworkFacts(
+        **{
+            **vars(NETWORK),
+            "flops": {(32, 32): Flops(forward=100, training=300), (64, 64): Flops(forward=400, training=1_200)},
+        }
+    )
+    changed = {section: {**PAPER_CIFAR10[section], **sizes} for section in ("phase1", "small_batch", "large_batch")}
+    plan = plan_of({**changed, "phase2.image_size": 64}, data=files, network=network)
+
+    times = expected_times(plan, at(1_000, (32, 32)))
+
+    # 75 epochs of 12 · 4,096 images at full speed, 75 at a quarter of it, on 8 devices
+    assert times.phase1.seconds == pytest.approx(460.8 + 4 * 460.8)
+    assert times.worker.seconds == pytest.approx(4 * 1_489.92)
+    assert times.phase3.seconds == pytest.approx(6_656 * 400 / 300 / 1_000)
+
+
+def test_threads_of_a_cpu_share_the_work_of_their_process() -> None:
+    cores = Devices(kind="CPU core", count=8, processes=2, in_use=8, max_workers=None, given=False)
+    plan = plan_of({}, devices=cores)
+    times = expected_times(plan, at(1_000))
+    assert plan.phase1.stretches[0].batch_per_device == 2_048
+    assert plan.phase1.exchanged_bytes == 26_292_480
+    assert times.phase1.seconds == pytest.approx(921.6)
+    # 49 of 98 batches for each process, which has four cores
+    assert times.phase3.seconds == pytest.approx(49 * 512 / 3 / 4 / 1_000)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (725, "12 min 05 s"),
+        (3_599.6, "1 h 00 min"),
+        (14_117, "3 h 55 min"),
+        (3_600_000, "1,000 h 00 min"),
+    ],
+)
+def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_measured_throughput_is_positive_and_says_what_was_measured() -> None:
+    threads = torch.get_num_threads()
+    params = read_params(ROOT / "params.yaml")
+    measured = measure_throughput(
+        Model(name="resnet9", width=2, pretrained=False, zero_init_last_gamma=False),
+        channels=1,
+        num_classes=10,
+        image_size=(28, 28),
+        batch_size=6,
+        optimizer=params.optimizer,
+        compute=Compute(precision="fp32", channels_last=True, compile=False, deterministic=True),
+    )
+    assert measured.images_per_second > 0
+    assert measured.image_size == (28, 28)
+    assert "batches of 6" in measured.source and "fp32" in measured.source
+    assert measured.measured_on in ("GPU", "CPU core")
+    assert torch.get_num_threads() == threads
+
+
+# --- what is refused, and what is said
+
+
+@pytest.mark.parametrize(
+    ("values", "gpus", "words"),
+    [
+        ({"phase1.batch_size": 4100}, 8, "phase1.batch_size is 4100, which 8 processes cannot share equally"),
+        ({"phase1.batch_size": [[0, 4096], [2, 1030]]}, 8, "phase1.batch_size is 1030, which 8 processes"),
+        ({"phase2.batch_size": 511, "phase2.gpus_per_worker": 2}, 8, "phase2.batch_size is 511, which 2 processes"),
+        ({"small_batch.gpus": 3}, 8, "small_batch.batch_size is 512, which 3 processes"),
+        ({"phase1.batch_size": 50_400}, 8, "phase1.batch_size is 50400, more than the 50,000 training images"),
+        ({"phase2.batch_size": [[0, 512], [9, 60_000]]}, 8, "phase2.batch_size is 60000, more than the 50,000"),
+        ({"large_batch.batch_size": 65_536}, 8, "large_batch.batch_size is 65536, more than the 50,000"),
+        ({"phase2.gpus_per_worker": 8}, 4, "phase2.gpus_per_worker is 8, but the plan has 4 GPUs"),
+        ({"phase1.image_size": 32}, 8, "phase1.image_size has no effect on images in memory, 32×32 pixels"),
+    ],
+)
+def test_what_cannot_work_is_refused(values: dict[str, Any], gpus: int, words: str) -> None:
+    with pytest.raises(SwapError) as refused:
+        plan_of(values, gpus=gpus)
+    assert words in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_batch_of_all_images_is_one_step() -> None:
+    assert plan_of({"phase1.batch_size": 50_000}).phase1.steps == 150
+
+
+def test_images_in_files_need_a_size() -> None:
+    files = DataFacts(**{**vars(CIFAR10), "size": None})
+    with pytest.raises(SwapError, match=r"phase1\.image_size is missing"):
+        plan_of({}, data=files)
+
+
+def test_few_images_a_device_are_noted_where_there_is_batch_norm() -> None:
+    few = {"phase2.batch_size": 64, "phase2.gpus_per_worker": 8, "workers.seeds": [0]}
+    without = NetworkFacts(**{**vars(NETWORK), "num_batch_norms": 0})
+    assert any("phase2: 8 images a device" in note for note in plan_of(few).notes)
+    assert not any("a device" in note for note in plan_of({**few, "phase2.batch_size": 128}).notes)
+    assert not any("a device" in note for note in plan_of(few, network=without).notes)
+
+
+def test_without_batch_norm_phase_3_only_averages() -> None:
+    plan = plan_of({}, network=NetworkFacts(**{**vars(NETWORK), "num_batch_norms": 0}))
+    assert (plan.phase3.batches, plan.phase3.samples, plan.phase3.flops) == (0, 0, 0)
+    assert expected_times(plan, at(1_000)).phase3.seconds == 0
+    assert any("no statistics to compute" in note for note in plan.notes)
+
+
+def test_one_image_that_is_left_joins_the_batch_before_it() -> None:
+    odd = DataFacts(**{**vars(CIFAR10), "num_train": 51_201})
+    assert plan_of({}, data=odd).phase3.batches == 100
+
+
+# --- networks, data and devices that are not there
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        ("torchvision:vit_b_16", 32, "torchvision:vit_b_16 cannot be trained on images of 3×32×32"),
+        ("resnet9", 4, "resnet9 halves its images three times: 4×4 pixels are too few"),
+    ],
+)
+def test_images_that_do_not_fit_the_network_are_refused(name: str, size: int, words: str) -> None:
+    width = 2 if name == "resnet9" else None
+    model = Model(name=name, width=width, pretrained=False, zero_init_last_gamma=False)
+    with pytest.raises(SwapError) as refused:
+        network_facts(model, channels=3, num_classes=10, sizes=[(size, size)])
+    assert words in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_network_that_needs_real_values_is_planned_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_values.py").write_text(
+        "import torch\n"
+        "def make(num_classes, channels):\n"
+        "    assert torch.linspace(0, 1, 3)[2].item() == 1\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(channels * 64, num_classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = Model(name="needs_values:make", pretrained=False, zero_init_last_gamma=False)
+    facts = network_facts(model, channels=3, num_classes=10, sizes=[(8, 8)])
+    assert facts.num_parameters == 1_930
+    assert facts.flops[8, 8] == Flops(forward=3_840, training=7_680)
+    assert facts.num_batch_norms == 0
+
+
+def test_depthwise_layers_cost_three_times_their_forward_pass_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "depthwise.py").write_text(
+        "from torch import nn\n"
+        "def make(num_classes, channels):\n"
+        "    return nn.Sequential(nn.Conv2d(channels, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8),\n"
+        "        nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),\n"
+        "        nn.Linear(4, num_classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = Model(name="depthwise:make", pretrained=False, zero_init_last_gamma=False)
+    flops = network_facts(model, channels=3, num_classes=10, sizes=[(16, 16)]).flops[16, 16]
+    # 256 positions: 3·8 + 8·9 + 8·2·4 products each, then 4·10; the image needs no gradient
+    assert flops.forward == 2 * (256 * (24 + 72 + 64) + 40)
+    assert flops.training == 3 * flops.forward - 2 * 256 * 24
+
+
+def make_folder(root: Path, *, train: int, test: int, classes: int, sizes: list[tuple[int, int]], mode: str) -> None:
+    """So many images a class, all links to a few files."""
+    root.mkdir(parents=True)
+    for index, (height, width) in enumerate(sizes):
+        shape = (height, width) if mode == "L" else (height, width, 3)
+        Image.fromarray(np.full(shape, 7 * index, dtype=np.uint8)).save(root / f"{index}.png")
+    for split, count in (("train", train), ("test", test)):
+        for label in range(classes):
+            folder = root / split / f"class_{label}"
+            folder.mkdir(parents=True)
+            for index in range(count):
+                os.link(root / f"{index % len(sizes)}.png", folder / f"{index}.png")
+
+
+def folder_data(root: Path, **changes: Any) -> Data:
+    data = params_with({"data.name": "imagefolder", "data.root": str(root)}).data
+    return Data(**{**vars(data), **changes})
+
+
+def test_a_folder_is_counted_and_looked_at(tmp_path: Path) -> None:
+    make_folder(tmp_path / "grey", train=7, test=2, classes=3, sizes=[(20, 24)], mode="L")
+    make_folder(tmp_path / "mixed", train=7, test=2, classes=3, sizes=[(20, 24), (20, 20)], mode="RGB")
+
+    grey = data_facts(folder_data(tmp_path / "grey"), prepared=tmp_path)
+    few = data_facts(folder_data(tmp_path / "grey", train_images=10), prepared=tmp_path)
+    mixed = data_facts(folder_data(tmp_path / "mixed"), prepared=tmp_path)
+
+    assert (grey.num_train, grey.num_test, grey.num_classes, grey.channels, grey.size) == (21, 6, 3, 1, (20, 24))
+    assert (few.num_train, few.num_test) == (10, 6)
+    assert (mixed.num_train, mixed.channels, mixed.size) == (21, 3, None)
+
+
+def test_imagenets_folder_counts_where_it_is_there(tmp_path: Path) -> None:
+    make_folder(tmp_path / "part", train=7, test=2, classes=3, sizes=[(20, 24), (20, 20)], mode="L")
+    (tmp_path / "part" / "test").rename(tmp_path / "part" / "val")
+    (tmp_path / "part" / "test").mkdir()
+    (tmp_path / "part" / "0.png").rename(tmp_path / "part" / "test" / "0.png")  # as published: without classes
+    part = data_facts(folder_data(tmp_path / "part", name="imagenet"), prepared=tmp_path)
+    whole = data_facts(folder_data(tmp_path / "nowhere", name="imagenet"), prepared=tmp_path)
+    assert (part.num_train, part.num_test, part.num_classes, part.channels, part.size) == (21, 6, 3, 3, None)
+    assert (whole.num_train, whole.num_test, whole.num_classes) == (1_281_167, 50_000, 1_000)
+    assert (whole.channels, whole.size) == (3, None)
+
+
+def test_a_folder_of_too_many_bytes_is_read_from_its_files(tmp_path: Path) -> None:
+    make_folder(tmp_path / "images", train=7, test=2, classes=3, sizes=[(20, 24)], mode="RGB")
+    num_bytes = 27 * 3 * 20 * 24
+    fits = data_facts(folder_data(tmp_path / "images", max_gb_in_memory=num_bytes / 1e9), prepared=tmp_path)
+    above = data_facts(folder_data(tmp_path / "images", max_gb_in_memory=(num_bytes - 1) / 1e9), prepared=tmp_path)
+    assert fits.size == (20, 24)
+    assert above.size is None
+
+
+def test_a_folder_that_is_elsewhere_is_known_from_what_was_prepared(tmp_path: Path) -> None:
+    meta = {"kind": "memory", "classes": ["a", "b"], "shape": [3, 8, 9], "mean": [0.5] * 3, "std": [0.2] * 3}
+    for split, count in (("train", 5), ("test", 4)):
+        labels = torch.zeros(count, dtype=torch.int64)
+        write_tensors(tmp_path / f"{split}.safetensors", {"labels": labels}, {})
+    write_json(tmp_path / "meta.json", meta)
+    facts = data_facts(folder_data(Path("nowhere")), prepared=tmp_path)
+    assert (facts.num_train, facts.num_test, facts.num_classes, facts.channels, facts.size) == (5, 4, 2, 3, (8, 9))
+    assert facts.source is not None and "nowhere is not here" in facts.source
+    with pytest.raises(SwapError, match=r"has 5 training images instead of data\.train_images \(3\)"):
+        data_facts(folder_data(Path("nowhere"), train_images=3), prepared=tmp_path)
+
+
+def test_data_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    cases = {
+        "nowhere' which does not exist": folder_data(Path("nowhere")),
+        "did you mean cifar10": folder_data(tmp_path, name="cifar-10"),
+        "data.train_images is 60000, but cifar10 has 50000": folder_data(tmp_path, name="cifar10", train_images=60_000),
+    }
+    for words, data in cases.items():
+        with pytest.raises(SwapError) as refused:
+            data_facts(data, prepared=tmp_path)
+        assert words.split("' ")[-1] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "num_devices", "cores", "environment", "expected"),
+    [
+        ("cuda", 4, 32, {}, ("GPU", 4, 4, 4, 4)),
+        ("cuda", 4, 32, {"SWAP_NPROC": "2", "SWAP_SLOTS": "3"}, ("GPU", 4, 2, 2, 3)),
+        ("cpu", 8, 8, {}, ("CPU core", 8, 2, 8, 8)),
+        ("cpu", 8, 8, {"SWAP_NPROC": "3"}, ("CPU core", 8, 3, 6, 8)),
+        ("cpu", 2, 2, {"SWAP_NPROC": "4"}, ("CPU core", 2, 4, 2, 2)),
+        ("cpu", 1, 1, {}, ("CPU core", 1, 1, 1, 1)),
+    ],
+)
+def test_this_machine_is_used_as_the_pipeline_would_use_it(
+    device_type: str,
+    num_devices: int,
+    cores: int,
+    environment: dict[str, str],
+    expected: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SWAP_NPROC", "SWAP_SLOTS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    machine = launch.Machine(device_type=device_type, devices=tuple(map(str, range(num_devices))), cores=cores)
+    monkeypatch.setattr(launch, "this_machine", lambda: machine)
+    here = devices_here()
+    assert (here.kind, here.count, here.processes, here.in_use, here.max_workers) == expected
+
+
+# --- every recipe
+
+
+def value_at(given: Any, epoch: int) -> Any:
+    """Of `[[epoch, value], …]`, the value of the last epoch that is not later."""
+    return [value for first, value in given if first <= epoch][-1] if isinstance(given, list) else given
+
+
+def steps_by_hand(section: dict[str, Any], epochs: int, num_train: int) -> int:
+    first = section.get("first_epoch", 0)
+    return sum(num_train // value_at(section["batch_size"], first + epoch) for epoch in range(epochs))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_has_a_plan(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree, params = tree_of(path), read_params(path)
+    if params.data.name == "imagefolder":
+        make_folder(Path(params.data.root), train=1_000, test=1, classes=10, sizes=[(32, 32)], mode="RGB")
+
+    plan = plan_params(params, planned_devices(params.large_batch.gpus))
+    times = expected_times(plan, at(1_000, plan.phase1.stretches[0].image_size))
+
+    num_train = plan.data.num_train
+    assert plan.phase1.steps == steps_by_hand(tree["phase1"], tree["phase1"]["max_epochs"], num_train)
+    assert plan.worker.steps == steps_by_hand(tree["phase2"], tree["phase2"]["epochs"], num_train)
+    assert plan.small_batch.steps == steps_by_hand(tree["small_batch"], tree["small_batch"]["epochs"], num_train)
+    assert plan.large_batch.steps == steps_by_hand(tree["large_batch"], tree["large_batch"]["epochs"], num_train)
+    assert plan.phase3.num_models == len(tree["workers"]["seeds"]) * tree["phase2"]["cycles"]
+    for run in (plan.phase1, plan.worker, plan.small_batch, plan.large_batch):
+        edges = [part.first_epoch for part in run.stretches] + [run.stretches[-1].last_epoch]
+        assert edges == sorted(set(edges)) and (edges[0], edges[-1]) == (0, run.epochs)
+    assert 0 < times.critical_path.seconds < float("inf")
+    lines = text_of(Forecast(title=str(path.name), plan=plan, throughput=at(1_000), times=times)).splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+# --- what people see
+
+
+def forecast(plan: Plan, times: Times | None = None) -> Forecast:
+    return Forecast(title="a plan", plan=plan, throughput=at(1_000), times=times or expected_times(plan, at(1_000)))
+
+
+def test_the_text_shows_schedules_work_and_time_side_by_side() -> None:
+    text = text_of(forecast(plan_of({}, gpus=4)))
+    flat = re.sub(r" +", " ", text)
+    for line in (
+        "a plan, on 4 GPUs",
+        "phase 1 4 ≤ 150 1,800 7,372,800 2.21 G 39.4 MB",
+        "phase 2, one worker 1 30 2,910 1,489,920 447 M –",
+        "phase 2, 8 workers 4 30 23,280 11,919,360 3.58 G –",
+        "phase 3, 8 models 4 1 98 50,000 5.00 M –",
+        "small batch 2 100 9,700 4,966,400 1.49 G 26.3 MB",
+        "phase 1 0–36 0 → 1.2 4,096 1,024 32×32 432",
+        "phase 2, 8 workers in 2 rounds 49 min 40 s 3 h 19 min",
+        "small batch on 2 devices 41 min 23 s 1 h 23 min",
+        "network resnet9: 6,573,120 parameters, 26.3 MB in 25 trainable tensors",
+        "disk 26.3 MB a checkpoint, 263 MB for all 10; 52.6 MB a snapshot",
+    ):
+        assert line in flat
+    assert "\N{NO-BREAK SPACE}" not in text
+    assert "large_batch is planned for its 8 devices" in flat
+
+
+def test_a_speed_that_was_measured_on_something_else_is_named_as_such() -> None:
+    plan = plan_of({})
+    core = Throughput(images_per_second=5.5, image_size=(32, 32), source="one core", measured_on="CPU core")
+    text = text_of(Forecast(title="a plan", plan=plan, throughput=core, times=expected_times(plan, core)))
+    assert "at 5.50 images a second on each device at 32×32 px (one core)" in " ".join(text.split())
+    assert "That was a CPU core, not a GPU: give --images-per-second" in " ".join(text.split())
+    assert "That was" not in text_of(forecast(plan))
+
+
+def points_of(svg: Path, name: str) -> list[tuple[float, float]]:
+    group = ElementTree.parse(svg).getroot().find(f".//{SVG}g[@id='{name}']")
+    assert group is not None, name
+    path = group.find(f"{SVG}path")
+    assert path is not None
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path.attrib["d"])]
+
+
+def test_the_plot_draws_rates_above_batch_sizes(tmp_path: Path) -> None:
+    plan = plan_of({"phase1.batch_size": [[0, 4096], [100, 2048]]})
+    draw(plan, tmp_path / "plan.svg", title="a plan")
+
+    rates, later = points_of(tmp_path / "plan.svg", "rate-phase1"), points_of(tmp_path / "plan.svg", "rate-phase2")
+    sizes = points_of(tmp_path / "plan.svg", "batch-phase1")
+    small = points_of(tmp_path / "plan.svg", "batch-small_batch")
+    left, right = rates[0][0], rates[-1][0]
+    peak = min(rates, key=lambda point: point[1])
+    assert (peak[0] - left) / (right - left) == pytest.approx(36 / 150, abs=1e-4)
+    assert later[0][0] == pytest.approx(right)
+    assert (later[-1][0] - left) / (right - left) == pytest.approx(180 / 150, abs=1e-4)
+    # y runs downwards; the peak of phase 2 is a tenth of phase 1's
+    assert (rates[0][1] - later[0][1]) / (rates[0][1] - peak[1]) == pytest.approx(0.1, abs=1e-3)
+    assert max(y for _, y in rates) < min(y for _, y in sizes)
+    switch = max(x for x, y in sizes if y == sizes[0][1])
+    assert (switch - left) / (right - left) == pytest.approx(100 / 150, abs=1e-4)
+    above = [small[0][1] - y for _, y in (sizes[0], sizes[-1])]
+    assert above[0] / above[1] == pytest.approx((4096 - 512) / (2048 - 512), rel=1e-3)
+    words = (tmp_path / "plan.svg").read_text()
+    for word in ("learning rate", "batch size", "epoch", "phase 2, W = 8", "small batch", "large batch"):
+        assert word in words
+
+
+def test_plots_are_the_same_bytes_each_time_and_may_be_png(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg", "c.png"):
+        draw(plan_of({}), tmp_path / name, title="a plan")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    with Image.open(tmp_path / "c.png") as picture:
+        assert picture.format == "PNG"
+        assert np.asarray(picture.convert("L")).std() > 10
+
+
+def swap_plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    foreign = ("SWAP_", "DVC_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    return subprocess.run(
+        [sys.executable, "-m", "swap_pipeline.cli", "plan", *arguments],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_swap_plan_needs_neither_data_nor_gpus(tmp_path: Path) -> None:
+    recipe = str(ROOT / "recipes" / "cifar10.yaml")
+    done = swap_plan(
+        tmp_path, "--params", recipe, "--gpus", "8", "--images-per-second", "5000", "--json", "--plot", "out/plan.svg"
+    )
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout)
+    assert numbers["network"]["num_parameters"] == 6_573_120
+    assert numbers["network"]["flops"]["32×32"]["forward"] == 758_523_904
+    assert numbers["phase1"]["steps"] == 12 * tree_of(Path(recipe))["phase1"]["max_epochs"]
+    assert numbers["throughput"]["images_per_second"] == 5_000
+    assert numbers["times"]["phase1"]["seconds"] == pytest.approx(numbers["phase1"]["samples"] / 40_000)
+    assert (tmp_path / "out" / "plan.svg").read_text().startswith("<?xml")
+
+
+def test_swap_plan_measures_this_machine_and_fits_a_pipe(tmp_path: Path) -> None:
+    done = swap_plan(tmp_path, "--params", str(ROOT / "recipes" / "fashion-mini.yaml"))
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "measured here" in done.stdout
+    assert "critical path of SWAP" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpus", "7"), "fashion-mini.yaml: phase1.batch_size is 480, which 7 processes cannot share equally"),
+        (("--plot", "plan.pdf"), "--plot plan.pdf: name a file that ends in .svg or .png"),
+        (("--params", "nowhere.yaml"), "nowhere.yaml not found"),
+    ],
+)
+def test_swap_plan_refuses_in_one_line(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    done = swap_plan(tmp_path, "--params", str(ROOT / "recipes" / "fashion-mini.yaml"), *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""

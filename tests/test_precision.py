@@ -1,0 +1,121 @@
+"""Half precision, gradient scaling and `torch.compile`: the loop with them, beside the loop without."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_training import COMPUTE, PLAIN, a_run, small_network, train_here, weights_of
+
+from swap_pipeline import precision
+from swap_pipeline.errors import SwapError
+from swap_pipeline.params import Precision
+
+CPU = torch.device("cpu")
+
+
+def test_auto_is_fp32_on_a_cpu() -> None:
+    assert precision.resolve("auto", CPU) == "fp32"
+
+
+@pytest.mark.parametrize("wanted", ["bf16", "fp16"])
+def test_half_precision_computes_in_half_and_keeps_weights_whole(tmp_path: Path, wanted: Precision) -> None:
+    network = small_network(batch_norm=True)
+    seen = set()
+    network[0].register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+
+    record = train_here(network, tmp_path, compute=replace(COMPUTE, precision=wanted))
+
+    whole = small_network(batch_norm=True)
+    (tmp_path / "whole").mkdir()
+    reference = train_here(whole, tmp_path / "whole")
+    assert seen == {{"bf16": torch.bfloat16, "fp16": torch.float16}[wanted]}
+    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in network.state_dict().values())
+    moved = (weights_of(whole) - weights_of(small_network(batch_norm=True))).norm()
+    assert 0 < (weights_of(network) - weights_of(whole)).norm() < 0.1 * moved
+    assert record.curve[-1].train_loss == pytest.approx(reference.curve[-1].train_loss, rel=0.02)
+
+
+def test_gradients_that_overflow_in_fp16_are_scaled_down_and_training_goes_on(tmp_path: Path) -> None:
+    """The first scale, 65,536, is too much for gradients of this size: some steps are left out, then it fits."""
+    network = small_network()
+    with torch.no_grad():
+        network[5].weight.mul_(40)
+    before = weights_of(network).clone()
+
+    record = train_here(network, tmp_path, a_run(epochs=6, peak=1e-3), PLAIN, replace(COMPUTE, precision="fp16"))
+
+    assert torch.isfinite(weights_of(network)).all()
+    assert not torch.equal(before, weights_of(network))
+    assert record.curve[-1].train_loss < record.curve[0].train_loss
+
+
+def test_a_loss_that_no_scale_can_mend_ends_an_fp16_run_with_the_remedy(tmp_path: Path) -> None:
+    network = small_network()
+    with torch.no_grad():
+        network[5].weight.fill_(float("nan"))
+    message = r"phase1: the loss is not finite in epoch 1; .* compute\.precision to bf16 or fp32"
+    with pytest.raises(SwapError, match=message):
+        train_here(network, tmp_path, compute=replace(COMPUTE, precision="fp16"))
+
+
+def test_gradients_that_overflow_at_every_scale_end_an_fp16_run(tmp_path: Path) -> None:
+    """The loss stays finite, its gradient does not: the 25th such step on end is the one that ends it."""
+    network = small_network()
+    network[5].weight.register_hook(lambda gradient: gradient + float("inf"))
+    message = r"phase1: loss or gradient is not finite at epoch 9, step 1; .* compute\.precision to bf16 or fp32"
+    with pytest.raises(SwapError, match=message):
+        train_here(network, tmp_path, a_run(epochs=12), compute=replace(COMPUTE, precision="fp16"))
+
+
+def test_an_fp16_run_taken_up_again_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    """The scale is part of the snapshot: a fresh one would leave out other steps."""
+    compute = replace(COMPUTE, precision="fp16")
+
+    def fresh() -> torch.nn.Module:
+        network = small_network(batch_norm=True, dropout=0.2)
+        with torch.no_grad():
+            network[5].weight.mul_(40)
+        return network
+
+    whole, resumed = fresh(), fresh()
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    reference = train_here(whole, tmp_path / "whole", a_run(epochs=4, peak=1e-3), compute=compute)
+    train_here(fresh(), tmp_path / "stopped", replace(a_run(epochs=4, peak=1e-3), epochs=2), compute=compute)
+    record = train_here(resumed, tmp_path / "stopped", a_run(epochs=4, peak=1e-3), compute=compute)
+
+    assert torch.equal(weights_of(whole), weights_of(resumed))
+    assert [row.train_loss for row in record.curve] == [row.train_loss for row in reference.curve]
+
+
+def test_a_cpu_that_dies_of_half_precision_is_found_out_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python that ends like one whose CPU met an illegal instruction stands in for such a machine."""
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nkill -ILL $$\n")
+    broken.chmod(0o755)
+    precision.check_cpu.cache_clear()
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(SwapError, match=r"compute\.precision is bf16, which this CPU cannot run \(signal 4\): .*fp32"):
+        train_here(small_network(), tmp_path, compute=replace(COMPUTE, precision="bf16"))
+    precision.check_cpu.cache_clear()
+
+
+@pytest.mark.skipif(not os.access("/usr/bin/g++", os.X_OK), reason="torch.compile needs a C++ compiler on CPU")
+def test_a_compiled_network_trains_alike_and_keeps_its_names(tmp_path: Path) -> None:
+    plain, compiled = small_network(batch_norm=True), small_network(batch_norm=True)
+    for name in ("plain", "compiled"):
+        (tmp_path / name).mkdir()
+    train_here(plain, tmp_path / "plain", a_run(epochs=1))
+    train_here(compiled, tmp_path / "compiled", a_run(epochs=1), compute=replace(COMPUTE, compile=True))
+
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    torch.testing.assert_close(weights_of(compiled), weights_of(plain), rtol=1e-3, atol=1e-5)
+    snapshots = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("plain", "compiled")]
+    assert [path.name for path in snapshots[0]] == [path.name for path in snapshots[1]]
