@@ -103,13 +103,24 @@ def plan(file: Path, gpus: int | None, images_per_second: float | None, plot: Pa
 def predict(images: tuple[Path, ...], model: Path, top: int) -> None:
     """Print the class of each IMAGE and its probability.
 
-    An image is brought to the network's size and number of channels, and normalised as the training images were.
+    An image is brought to the network's size and number of channels, and normalised as the training images were. A
+    network of your own is built by the function that params.yaml names.
     """
     from swap_pipeline.predict import predict as predict_images
 
-    for path, classes in predict_images(images, model):
+    for path, classes in predict_images(images, model, own=_own_network()):
         for name, probability in classes[:top]:
             click.echo(f"{path}\t{name}\t{100 * probability:.2f} %")
+
+
+def _own_network() -> str | None:
+    """What this project's params call its network: code that its user chose, whatever a checkpoint says."""
+    from swap_pipeline.params import read_params
+
+    try:
+        return read_params().model.name
+    except SwapError:
+        return None
 
 
 if __name__ == "__main__":

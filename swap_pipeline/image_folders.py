@@ -314,13 +314,21 @@ def processes_for(num_images: int) -> Iterator[Run]:
         yield Run(None, 1)
         return
     # Started afresh, not forked: this process may have threads.
-    executor = ProcessPoolExecutor(number, multiprocessing.get_context("spawn"), initializer=die_with_parent)
+    executor = ProcessPoolExecutor(
+        number, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
+    )
     try:
         yield Run(executor, number)
     except BrokenProcessPool:
         raise SwapError("a process that decodes images was ended from outside (is there enough memory?)") from None
     finally:
         executor.shutdown(cancel_futures=True)
+
+
+def _begin(started_by: int) -> None:
+    die_with_parent()
+    if os.getppid() != started_by:
+        os._exit(1)  # it was gone before the kernel knew
 
 
 def _submit(executor: ProcessPoolExecutor, function: Callable[..., Result], call: tuple[Any, ...]) -> Future[Result]:

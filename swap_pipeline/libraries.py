@@ -269,9 +269,7 @@ def _downloads(name: str, url: str, file_name: str) -> Iterator[Path]:
         if was_there or file.exists():
             what = f"the weights of {name} in {file} cannot be used ({in_words(error)}): delete the file"
         else:
-            what = (
-                f"the weights of {name} cannot be had from {url} ({in_words(error)}): put the file into {file.parent}"
-            )
+            what = f"the weights of {name} cannot be had from {url} ({in_words(error)}): save them as {file}"
         raise SwapError(f"model.pretrained: {what}, or set model.pretrained: false") from error
     finally:
         lock.release()

@@ -105,8 +105,8 @@ def _prepared_facts(data: Data, prepared: Path) -> DataFacts:
     )
     if data.train_images not in ("all", num_train):
         raise SwapError(
-            f"data.root is {data.root!r}, which does not exist, and {prepared} has {num_train:,} training images instead "
-            f"of data.train_images ({data.train_images:,}): set data.root to where the images are"
+            f"data.root is {data.root!r}, which does not exist, and {prepared} has {num_train:,} training images "
+            f"instead of data.train_images ({data.train_images:,}): set data.root to where the images are"
         )
     return DataFacts(
         name=data.name,

@@ -19,28 +19,10 @@ def make_forecast(params: Params, *, file: Path, num_gpus: int | None, images_pe
     devices = devices_here() if num_gpus is None else planned_devices(num_gpus)
     try:
         plan = plan_params(params, devices)
+        throughput = _throughput(params, plan, images_per_second)
     except SwapError as error:
         # Where the rest of the project says params.yaml, it may be another file here.
         raise SwapError(f"{file}: {str(error).removeprefix('params.yaml: ')}") from None
-    first = plan.phase1.stretches[0]
-    if images_per_second is not None:
-        throughput = Throughput(
-            images_per_second=images_per_second,
-            image_size=first.image_size,
-            source="given with --images-per-second",
-            measured_on=None,
-        )
-    else:
-        print("measuring how fast this machine trains, a few seconds …", file=sys.stderr, flush=True)
-        throughput = measure_throughput(
-            params.model,
-            channels=plan.data.channels,
-            num_classes=plan.data.num_classes,
-            image_size=first.image_size,
-            batch_size=first.batch_per_device,
-            optimizer=params.optimizer,
-            compute=params.compute,
-        )
     recipe = "" if params.recipe is None or params.recipe == file.stem else f" (recipe {params.recipe})"
     return Forecast(title=f"{file}{recipe}", plan=plan, throughput=throughput, times=expected_times(plan, throughput))
 
@@ -52,3 +34,24 @@ def plan_params(params: Params, devices: Devices) -> Plan:
         params.model, channels=data.channels, num_classes=data.num_classes, sizes=image_sizes(params, data)
     )
     return make_plan(params, data=data, network=network, devices=devices)
+
+
+def _throughput(params: Params, plan: Plan, images_per_second: float | None) -> Throughput:
+    first = plan.phase1.stretches[0]
+    if images_per_second is not None:
+        return Throughput(
+            images_per_second=images_per_second,
+            image_size=first.image_size,
+            source="given with --images-per-second",
+            measured_on=None,
+        )
+    print("measuring how fast this machine trains, a few seconds …", file=sys.stderr, flush=True)
+    return measure_throughput(
+        params.model,
+        channels=plan.data.channels,
+        num_classes=plan.data.num_classes,
+        image_size=first.image_size,
+        batch_size=first.batch_per_device,
+        optimizer=params.optimizer,
+        compute=params.compute,
+    )

@@ -11,24 +11,26 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from swap_pipeline.checkpoint import TensorFile
 from swap_pipeline.image_files import decode
+from swap_pipeline.loader import middle
 from swap_pipeline.models import load_model
 
 
 @torch.inference_mode()
-def predict(paths: Sequence[Path], checkpoint: Path) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
-    """For each image, all classes with their probabilities, most probable first."""
-    network = load_model(checkpoint)
+def predict(
+    paths: Sequence[Path], checkpoint: Path, *, own: str | None = None
+) -> Iterator[tuple[Path, list[tuple[str, float]]]]:
+    """For each image, all classes with their probabilities, most probable first; `own` as for `load_model`."""
+    network = load_model(checkpoint, own=own)
     info = TensorFile(checkpoint).info
     channels, height, width = info["shape"]
     mean, std = (torch.tensor(info[key]).view(-1, 1, 1) for key in ("mean", "std"))
     for path in paths:
-        pixels = pil_to_tensor(_open(path, channels, (width, height)))
-        batch = (pixels.float() / 255 - mean) / std
+        image = decode(path, channels)
+        if "view" in info:  # trained on crops of files of any size: seen as test images were
+            image = middle(image, (height, width))
+        elif image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        batch = (pil_to_tensor(image).float() / 255 - mean) / std
         probabilities = network(batch[None]).softmax(dim=1)[0]
         order = probabilities.argsort(descending=True).tolist()
         yield path, [(info["classes"][index], probabilities[index].item()) for index in order]
-
-
-def _open(path: Path, channels: int, size: tuple[int, int]) -> Image.Image:
-    image = decode(path, channels)
-    return image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)

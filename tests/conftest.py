@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,15 @@ class Project:
 
     def set_params(self, values: Mapping[str, Any]) -> None:
         set_params(self.root / "params.yaml", values)
+
+    def remove_param(self, dotted: str) -> None:
+        yaml = YAML(typ="safe", pure=True)
+        path = self.root / "params.yaml"
+        tree = yaml.load(path.read_text())
+        section, _, name = dotted.rpartition(".")
+        tree[section].pop(name, None)
+        with path.open("w") as file:
+            yaml.dump(tree, file)
 
     def bytes_of(self, path: str) -> bytes:
         return (self.root / path).read_bytes()
@@ -148,16 +157,22 @@ def project(tmp_path: Path) -> Project:
 
 
 def made_once(
-    name: str, params: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory, **environment: str
+    name: str,
+    change: Mapping[str, Any] | Callable[[Project], None],
+    tmp_path_factory: pytest.TempPathFactory,
+    **environment: str,
 ) -> Project:
-    """A project after `dvc repro`, with what that printed in `output.txt` beside it; shared by all test processes."""
+    """A project after a change and `dvc repro`, what that printed in `output.txt` beside it; for all test processes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     with FileLock(f"{folder}.lock"):
         if not (folder / "output.txt").exists():
             project = make_project(folder / "project")
             project.environment = environment
-            project.set_params(params)
+            if callable(change):
+                change(project)
+            else:
+                project.set_params(change)
             output = project.dvc("repro")
             project.run("git", "add", "-A")
             project.run("git", "commit", "-qm", "first run")

@@ -6,10 +6,12 @@ And a trained network from its file alone, which must not be able to run code.
 from __future__ import annotations
 
 import copy
+import http.server
 import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -886,10 +888,46 @@ def test_published_weights_of_timm_are_taken_but_for_the_classifier(
     assert "all but fc.weight, fc.bias, which stay new" in capsys.readouterr().out
 
 
+def test_weights_are_downloaded_once_into_the_project(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = tensors_of(timm.create_model("test_resnet"))
+    content = safetensors.torch.save(tensors)
+    asked = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    description = describe("timm:test_resnet", num_classes=1000)
+    networks = [new_network(description, seed=seed) for seed in (0, 1)]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for network in networks:
+            load_pretrained(network, description)
+        server.shutdown()
+
+    assert asked == ["/timm/test_resnet.r160_in1k/resolve/main/model.safetensors"]
+    assert (root / ".swap" / "downloads" / "test_resnet.r160_in1k.safetensors").read_bytes() == content
+    for network in networks:
+        assert all(torch.equal(tensor, tensors[key]) for key, tensor in network.state_dict().items())
+
+
 @pytest.mark.parametrize(
-    "name", ["torchvision:squeezenet1_1", "timm:test_resnet", "timm:vit_huge_patch16_gap_448.in1k_ijepa"]
+    ("name", "file_name"),
+    [
+        ("torchvision:squeezenet1_1", "squeezenet1_1-b8a52dc0.pth"),
+        ("timm:test_resnet", "test_resnet.r160_in1k.safetensors"),
+        ("timm:vit_huge_patch16_gap_448.in1k_ijepa", "IN1K-vit.h.16-448px-300e.pth.tar"),
+    ],
 )
-def test_weights_that_cannot_be_downloaded_are_told_in_one_line_with_what_to_do(root: Path, name: str) -> None:
+def test_weights_that_cannot_be_downloaded_are_told_in_one_line_with_what_to_do(
+    root: Path, name: str, file_name: str
+) -> None:
     description = describe(name, num_classes=7)
 
     with pytest.raises(SwapError) as refused:
@@ -897,7 +935,7 @@ def test_weights_that_cannot_be_downloaded_are_told_in_one_line_with_what_to_do(
 
     line = str(refused.value)
     assert line.startswith(f"params.yaml: model.pretrained: the weights of {name} cannot be had from https://")
-    assert line.endswith("put the file into .swap/downloads, or set model.pretrained: false")
+    assert line.endswith(f": save them as .swap/downloads/{file_name}, or set model.pretrained: false")
     assert "\n" not in line
     assert [path for path in root.rglob("*") if path.is_file() and not path.name.endswith(".lock")] == []
 

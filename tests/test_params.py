@@ -41,7 +41,9 @@ def test_the_committed_file_is_valid_and_typed() -> None:
 
 def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
-    path.write_text(re.sub(r"weight_decay: .*", "weight_decay: 5e-4", (ROOT / "recipes" / "fashion-mini.yaml").read_text()))
+    path.write_text(
+        re.sub(r"weight_decay: .*", "weight_decay: 5e-4", (ROOT / "recipes" / "fashion-mini.yaml").read_text())
+    )
     assert read_params(path).optimizer.weight_decay == 5e-4
 
 

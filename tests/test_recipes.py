@@ -367,14 +367,14 @@ def test_use_says_which_data_is_needed_and_what_comes_next(plain: Path) -> None:
     assert "cifar10, downloaded on the first run unless its official files are in data/raw" in said["cifar10"]
     assert "fashion-mini, in this repository" in said["fashion-mini"]
     assert (
-        "your images, as data/raw/imagenet/train/<class>/… and data/raw/imagenet/test/<class>/… (or val/); not there"
+        "your images, as data/imagenet/train/<class>/… and data/imagenet/test/<class>/… (or val/); not there"
         in said["imagenet"]
     )
     assert all("`swap plan`" in lines and "`dvc repro`" in lines for lines in said.values())
 
 
 def test_use_does_not_miss_images_that_are_there(plain: Path) -> None:
-    (plain / "data/raw/imagenet/train").mkdir(parents=True)
+    (plain / "data/imagenet/train").mkdir(parents=True)
     assert "not there yet" not in swap(plain, "use", "imagenet").stdout
 
 
