@@ -274,8 +274,8 @@ def _cifar(path: Path, train: Sequence[str], test: str, names: str, *, num_label
         for member in members:
             if not files[member] or len(files[member]) % (num_labels + 3072):
                 raise SwapError(f"{path}: {member} does not consist of records of {num_labels + 3072} bytes")
-        data = np.frombuffer(b"".join(files[member] for member in members), dtype=np.uint8)
-        records = data.reshape(-1, num_labels + 3072)
+        together = b"".join(files[member] for member in members)
+        records = np.frombuffer(together, dtype=np.uint8).reshape(-1, num_labels + 3072)
         labels = records[:, num_labels - 1].astype(np.int64)
         if labels.max() >= len(classes):
             raise SwapError(f"{path}: {members[0]} has label {labels.max()}, but {names} names {len(classes)} classes")

@@ -16,6 +16,9 @@ import pytest
 from filelock import FileLock
 from ruamel.yaml import YAML
 
+# One test process a core: more threads than cores would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {
     "data.augment.padding": 2,

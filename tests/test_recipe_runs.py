@@ -1,0 +1,184 @@
+"""Every recipe trains: a few steps of each phase on a little data, through the stages' own functions."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import math
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT, set_params
+from PIL import Image
+from safetensors.numpy import load_file
+
+from stages.phase1 import train_phase1
+from stages.phase2 import train_worker
+from stages.phase3 import average_workers, model_files
+from swap_pipeline import datasets
+from swap_pipeline.data import steps_per_epoch
+from swap_pipeline.files import read_json
+from swap_pipeline.params import read_params
+from swap_pipeline.schedules import by_epoch
+from swap_pipeline.scratch import JobFolder
+
+RANDOM = np.random.default_rng(0)
+
+
+def records(count: int, label_bytes: int, classes: int) -> bytes:
+    """Images of noise in CIFAR's binary layout, in all classes."""
+    made = RANDOM.integers(0, 256, (count, label_bytes + 3072), dtype=np.uint8)
+    made[:, label_bytes - 1] = np.arange(count) % classes
+    made[:, : label_bytes - 1] = 0
+    return made.tobytes()
+
+
+def archive(path: Path, members: dict[str, bytes]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz", compresslevel=1) as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def cifar10(num_train: int, patch: pytest.MonkeyPatch) -> None:
+    members = {f"cifar-10-batches-bin/data_batch_{i}.bin": records(num_train // 5, 1, 10) for i in range(1, 6)}
+    members["cifar-10-batches-bin/test_batch.bin"] = records(100, 1, 10)
+    members["cifar-10-batches-bin/batches.meta.txt"] = "\n".join(f"class {i}" for i in range(10)).encode()
+    patch.setattr(datasets, "CIFAR10_MD5", archive(Path("data/raw/cifar-10-binary.tar.gz"), members))
+
+
+def cifar100(num_train: int, patch: pytest.MonkeyPatch) -> None:
+    members = {
+        "cifar-100-binary/train.bin": records(num_train, 2, 100),
+        "cifar-100-binary/test.bin": records(200, 2, 100),
+        "cifar-100-binary/fine_label_names.txt": "\n".join(f"class {i}" for i in range(100)).encode(),
+    }
+    patch.setattr(datasets, "CIFAR100_MD5", archive(Path("data/raw/cifar-100-binary.tar.gz"), members))
+
+
+def fashion_mnist(num_train: int, patch: pytest.MonkeyPatch) -> None:
+    sums = {}
+    Path("data/raw").mkdir(parents=True)
+    for split, count in (("train", num_train), ("t10k", 50)):
+        images = RANDOM.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+            head = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+            path = Path(f"data/raw/{split}-{name}-ubyte.gz")
+            path.write_bytes(gzip.compress(head + array.tobytes()))
+            sums[path.name] = (hashlib.md5(path.read_bytes()).hexdigest(), "")
+    patch.setattr(datasets, "FASHION_MNIST_MD5", sums)
+
+
+def fashion_mini(num_train: int, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(datasets, "FASHION_MINI", ROOT / "data" / "fashion-mini.safetensors")
+
+
+def folder(
+    root: str, *, classes: int, size: Callable[[], tuple[int, int]]
+) -> Callable[[int, pytest.MonkeyPatch], None]:
+    def make(num_train: int, patch: pytest.MonkeyPatch) -> None:
+        for split, count in (("train", num_train), ("val", 2 * classes)):
+            for i in range(count):
+                path = Path(root) / split / f"n{i % classes}" / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(RANDOM.integers(0, 256, (*size(), 3), dtype=np.uint8)).save(path)
+
+    return make
+
+
+SHORT = {
+    "phase1.max_epochs": 1,
+    "phase1.warmup_epochs": 0.5,
+    "phase1.stop_accuracy": 100,
+    "phase2.epochs": 1,
+    "workers.seeds": [0, 1],
+}
+NARROW = {**SHORT, "model.width": 2}
+# Images to train on, where they come from, what is made smaller. Batch sizes of CIFAR and Fashion-MNIST stay.
+CASES: dict[str, tuple[int, Callable[[int, pytest.MonkeyPatch], None], dict[str, Any]]] = {
+    "fashion-mini": (960, fashion_mini, {**NARROW, "data.train_images": 960}),
+    "fashion-mnist": (960, fashion_mnist, NARROW),
+    "cifar10": (2 * 4096 + 8, cifar10, NARROW),
+    "cifar100": (2 * 2048, cifar100, NARROW),
+    "cifar100-40epochs": (2 * 2048, cifar100, {**NARROW, "phase2.epochs": 2}),
+    "dawnbench": (2 * 2048 + 4, cifar10, NARROW),
+    "cifar10-cpu": (
+        130,
+        folder("data/cifar10", classes=10, size=lambda: (32, 32)),
+        {**NARROW, "data.train_images": 128, "phase1.batch_size": 64},
+    ),
+    "imagenet": (
+        18,
+        folder("data/imagenet", classes=3, size=lambda: (int(RANDOM.integers(40, 90)), int(RANDOM.integers(40, 90)))),
+        {
+            "phase1.batch_size": [[0, 8], [1, 4]],
+            "phase1.lr_knots": [[0, 0.02], [1, 0.04], [1, 0.008], [2, 0.0008]],
+            "phase1.image_size": [[0, 32], [1, 48]],
+            "phase1.min_scale": [[0, 0.08], [1, 0.087]],
+            "phase1.max_epochs": 2,
+            "phase2.batch_size": [[0, 8], [1, 4], [2, 2]],
+            "phase2.lr_knots": [[0, 0.02], [1, 0.004], [2, 0.0004], [3, 0.0001]],
+            "phase2.image_size": [[0, 32], [1, 48], [2, 64]],
+            "phase2.min_scale": [[0, 0.08], [1, 0.087], [2, 0.5]],
+            "phase2.first_epoch": 1,
+            "phase2.epochs": 2,
+            "phase3.batch_size": 9,
+        },
+    ),
+}
+
+
+def test_every_recipe_is_here() -> None:
+    assert sorted(CASES) == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_train, make_data, smaller = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "SWAP_DEVICE": "cpu", "SWAP_LOADERS": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    Path("params.yaml").write_bytes((ROOT / "recipes" / f"{name}.yaml").read_bytes())
+    set_params(Path("params.yaml"), smaller)
+    params = read_params()
+    make_data(num_train, monkeypatch)
+
+    print(datasets.prepare(params.data, Path("data/prepared")))
+    phase1 = JobFolder(tmp_path / "phase1")
+    train_phase1(params, phase1)
+    phase1.collect(checkpoints=Path("checkpoints/phase1"), record=Path("metrics/phase1.json"))
+    for seed in params.workers.seeds:
+        worker = JobFolder(tmp_path / f"worker{seed}")
+        train_worker(params, seed, worker)
+        worker.collect(
+            checkpoints=Path(f"checkpoints/phase2/seed_{seed}"), record=Path(f"metrics/phase2/seed_{seed}.json")
+        )
+    average_workers(params, phase3 := JobFolder(tmp_path / "phase3"))
+    phase3.collect(checkpoints=Path("checkpoints/phase3"), record=Path("metrics/phase3.json"))
+
+    for given, epochs, first in (
+        (params.phase1, params.phase1.max_epochs, 0),
+        (params.phase2, params.phase2.epochs, params.phase2.first_epoch or 0),
+    ):
+        batches = by_epoch(given.batch_size, first_epoch=first)
+        assert all(steps_per_epoch(num_train, batches(epoch)) >= 2 for epoch in range(epochs))
+    curves = [read_json(Path(f"metrics/{run}.json"))["curve"] for run in ("phase1", "phase2/seed_0", "phase2/seed_1")]
+    assert [len(curve) for curve in curves] == [params.phase1.max_epochs] + [params.phase2.epochs] * 2
+    assert all(math.isfinite(row["train_loss"]) and row["seconds"] > 0 for curve in curves for row in curve)
+    assert math.isfinite(read_json(Path("metrics/phase3.json"))["test_loss"])
+    models = [load_file(path) for path in model_files(params.workers.seeds, params.phase2.cycles)]
+    assert len(models) == 2 * params.phase2.cycles
+    average = load_file("checkpoints/phase3/model.safetensors")
+    weight = next(key for key in average if key.endswith("weight") and average[key].ndim == 4)
+    assert not np.array_equal(models[0][weight], models[1][weight])
+    by_hand = np.mean([model[weight].astype(np.float64) for model in models], axis=0)
+    np.testing.assert_allclose(average[weight], by_hand, rtol=1e-6, atol=1e-7)
