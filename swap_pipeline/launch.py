@@ -24,7 +24,7 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.params import IntByEpoch, check_divisible
 from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE, Display
 from swap_pipeline.ranks import JOB, PARENT, Interrupted
-from swap_pipeline.scratch import JobFolder, Lock, job_folder, scratch_root
+from swap_pipeline.scratch import JobFolder, Lock, job_folder, scratch_root, unlisted_code
 
 STDERR_FILE = "stderr.log"
 _MALLOC = {
@@ -78,6 +78,7 @@ def _gpus() -> tuple[str, ...]:
 class Job:
     """One program to run: some processes on some devices, with a scratch folder."""
 
+    stage: str
     name: str
     command: tuple[str, ...]
     """module and arguments"""
@@ -100,6 +101,7 @@ def job_on_all_devices(stage: str, *, batch_size: IntByEpoch | None = None) -> J
         check_divisible(f"{stage}.batch_size", batch_size, processes, remedy="set SWAP_NPROC to")
     threads = max(1, machine.cores // processes)
     return Job(
+        stage=stage,
         name=stage,
         command=(f"stages.{stage}",),
         processes=processes,
@@ -121,6 +123,7 @@ def worker_job(stage: str, *, seed: int, processes: int, batch_size: IntByEpoch)
         )
     threads = 1 if machine.device_type == "cpu" else max(1, machine.cores // len(machine.devices))
     return Job(
+        stage=stage,
         name=f"{stage} seed {seed}",
         command=(f"stages.{stage}", "--seed", str(seed)),
         processes=processes,
@@ -182,6 +185,7 @@ def _quiet_dvc() -> Iterator[None]:
 
 def run_one(job: Job) -> JobFolder:
     """Run a job that has the devices to itself; returns its folder, with the result in it."""
+    _say_unlisted(job)
     if job.folder.is_complete:
         _say_taken(job)
     if failures := run_jobs([job]):
@@ -195,6 +199,7 @@ def run_fan_out(seed: int, *, others: Callable[[], Sequence[int]], job: Callable
     A worker that fails does not disturb the rest. What became of the others is told when their turn comes.
     """
     own = job(seed)
+    _say_unlisted(own)
     if own.folder.is_complete:
         _say_taken(own)
     else:
@@ -204,6 +209,20 @@ def run_fan_out(seed: int, *, others: Callable[[], Sequence[int]], job: Callable
         if own.name in failures:
             raise SwapError(failures[own.name])
     return own.folder
+
+
+def _say_unlisted(job: Job) -> None:
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="safe", pure=True)
+    declared = yaml.load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"][job.stage]["deps"]
+    network = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))["model"]["name"]
+    for file in unlisted_code(declared, network):
+        print(
+            f"note: {file} makes the network, but DVC does not know: list it under the deps of phase1, phase2 and "
+            f"phase3 in dvc.yaml, so that `dvc repro` notices when you change it",
+            flush=True,
+        )
 
 
 def _say_taken(job: Job) -> None:

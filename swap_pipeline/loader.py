@@ -117,9 +117,7 @@ class FileImages:
             if key not in index.layout:
                 raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
         if not root.is_dir():
-            raise SwapError(
-                f"params.yaml: data.root is {str(root)!r}, which is no folder: name that of the images"
-            )
+            raise SwapError(f"params.yaml: data.root is {str(root)!r}, which is no folder: name that of the images")
         labels = index.read("labels")
         self._sizes = list(zip(index.read("heights").tolist(), index.read("widths").tolist(), strict=True))
         if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(meta.classes):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from swap_pipeline.errors import SwapError
+from swap_pipeline.own_network import source_file
 
 RESULT = "result"
 
@@ -46,14 +47,25 @@ def fingerprint(stage: str, *, item: Mapping[str, Any], facts: Mapping[str, Any]
     yaml = YAML(typ="safe", pure=True)
     declared = yaml.load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"][stage]
     params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
+    deps = [*declared["deps"], *unlisted_code(declared["deps"], params["model"]["name"])]
     content = {
         "stage": stage,
         "item": dict(item),
         "facts": {**facts, "torch": importlib.metadata.version("torch")},
-        "deps": {path: _hash_path(Path(path)) for path in declared["deps"]},
+        "deps": {str(path): _hash_path(Path(path)) for path in deps},
         "params": {key: _lookup(params, key) for key in declared["params"]},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def unlisted_code(deps: Collection[str], network: str) -> list[Path]:
+    """The file of a user's own network, if a stage's deps in `dvc.yaml` leave it out.
+
+    DVC then does not notice an edit, but scratch must: what was trained with other code is another job's.
+    """
+    file = source_file(network)
+    covered = file is None or any(file == Path(dep) or Path(dep) in file.parents for dep in deps)
+    return [] if covered or file is None else [file]
 
 
 def _lookup(tree: Any, dotted: str) -> Any:

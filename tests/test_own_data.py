@@ -82,6 +82,7 @@ def own_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def own(own_project: Project, tmp_path: Path) -> Project:
     """A copy of it, photos and all, to go on from."""
     shutil.copytree(own_project.root.parent / "photos", tmp_path / "photos")
+    shutil.copy(own_project.root.parent / "output.txt", tmp_path / "output.txt")
     copy = own_project.copy_to(tmp_path / "project")
     copy.set_params({"data.root": str(tmp_path / "photos")})
     return copy
@@ -122,6 +123,24 @@ def test_the_network_is_rebuilt_by_predict_from_the_file_and_the_users_code(own:
     own.set_params({"model.name": "resnet9", "model.width": 2, "model.options": {}})
     done = own.run("swap", "predict", str(image), check=False)
     assert done.returncode == 1 and "networks:tiny" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_an_edit_to_the_network_that_dvc_does_not_know_of_is_still_another_job(own: Project) -> None:
+    """The project's dvc.yaml does not list networks.py, which is said; scratch must not mix old and new code."""
+    assert "note: networks.py makes the network, but DVC does not know" in (own.root.parent / "output.txt").read_text()
+    before = own.bytes_of("checkpoints/phase2/seed_0/model.safetensors")
+    text = (own.root / "networks.py").read_text()
+    (own.root / "networks.py").write_text(text.replace("nn.Dropout(0.1)", "nn.Dropout(0.5)"))
+    done = own.stage("phase2", "--seed", "0")
+    assert done.returncode == 0 and "trained before" not in done.stdout
+    assert own.bytes_of("checkpoints/phase2/seed_0/model.safetensors") != before
+    listed = (
+        (own.root / "dvc.yaml")
+        .read_text()
+        .replace("      - data/prepared\n", "      - data/prepared\n      - networks.py\n")
+    )
+    (own.root / "dvc.yaml").write_text(listed)
+    assert "note: networks.py" not in own.stage("phase2", "--seed", "0").stdout
 
 
 @pytest.mark.parametrize("change", ["added", "removed", "changed"])
