@@ -64,12 +64,6 @@ FACTS = {
 }
 
 
-def count_folder(root: str | Path) -> tuple[int, int, int, tuple[int, int, int]]:
-    """Training images, test images, classes, and channels, height and width of the first image: a look at the names."""
-    tree = scan(find_root(str(root)))
-    return len(tree.train), len(tree.test), len(tree.classes), _shape_of(tree.root / tree.train.paths[0])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A data set in memory: uint8 N×C×H×W images and int64 labels of both splits."""
@@ -100,7 +94,7 @@ def prepare(data: Data, folder: Path) -> str:
     """Write the named data set to `folder`; returns a line about it, and one for each thing that people should know."""
     if data.name in _FROM_ARRAYS:
         made = _from_arrays(data)
-    elif data.name in _FROM_FOLDERS:
+    elif data.name in TEST_FOLDERS:
         made = _from_folder(data)
     else:
         raise _unknown(data.name)
@@ -111,7 +105,7 @@ def prepare(data: Data, folder: Path) -> str:
 
 
 def _unknown(name: str) -> SwapError:
-    known = [*_FROM_ARRAYS, *_FROM_FOLDERS]
+    known = [*_FROM_ARRAYS, *TEST_FOLDERS]
     closest = difflib.get_close_matches(name.lower(), known, n=2)
     hint = f"did you mean {' or '.join(closest)}? Known are" if closest else "choose one of"
     return SwapError(f"params.yaml: data.name is {name!r}: {hint} {', '.join(known)}")
@@ -303,11 +297,11 @@ _FROM_ARRAYS: dict[str, Callable[[str], Source]] = {
 # --- folders of images
 
 # Where test images are looked for; ImageNet's own `test` has no labels.
-_FROM_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
+TEST_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
 
 
 def _from_folder(data: Data) -> _Prepared:
-    tree = scan(find_root(data.root), test_names=_FROM_FOLDERS[data.name])
+    tree = scan(find_root(data.root), test_names=TEST_FOLDERS[data.name])
     chosen, notes = _chosen(tree.train.labels, tree.classes, data)
     train, test = tree.train if chosen is None else tree.train.only(chosen), tree.test
     notes = [*tree.notes, *notes]

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from swap_pipeline import environment, launch
 from swap_pipeline.checkpoint import TensorFile
 from swap_pipeline.data import read_meta
-from swap_pipeline.datasets import FACTS
+from swap_pipeline.datasets import FACTS, TEST_FOLDERS
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root, read_image
 from swap_pipeline.image_folders import Tree, scan
@@ -32,8 +32,6 @@ from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Size
 _IMAGES = 2
 # Of a folder, so many images are looked at to see whether they differ in size.
 _SAMPLE = 64
-# Where test images are looked for first. ImageNet's own `test` has no classes.
-_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
 
 
 def data_facts(data: Data, *, prepared: Path) -> DataFacts:
@@ -42,8 +40,8 @@ def data_facts(data: Data, *, prepared: Path) -> DataFacts:
     A folder that is not here may have been prepared elsewhere; then `prepared` knows it.
     """
     root = find_root(data.root)
-    if data.name in _FOLDERS and (root / "train").is_dir():
-        return _limited(_folder_facts(data, scan(root, test_names=_FOLDERS[data.name])), data)
+    if data.name in TEST_FOLDERS and (root / "train").is_dir():
+        return _limited(_folder_facts(data, scan(root, test_names=TEST_FOLDERS[data.name])), data)
     if data.name in FACTS:
         facts = FACTS[data.name]
         channels, height, width = facts.shape
@@ -59,7 +57,7 @@ def data_facts(data: Data, *, prepared: Path) -> DataFacts:
             ),
             data,
         )
-    if data.name not in _FOLDERS:
+    if data.name not in TEST_FOLDERS:
         known = [*FACTS, "imagefolder"]
         closest = difflib.get_close_matches(data.name.lower(), known, n=1)
         hint = f"did you mean {closest[0]}?" if closest else f"choose one of {', '.join(known)}"

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from swap_pipeline import image_folders
-from swap_pipeline.datasets import count_folder, prepare
+from swap_pipeline.datasets import prepare
 from swap_pipeline.errors import SwapError
 from swap_pipeline.params import Augment, Data
 
@@ -652,15 +652,6 @@ def test_imagenets_validation_images_must_be_sorted_into_class_folders(root: Pat
 
     with pytest.raises(SwapError, match=r"/val has 1 images but no class folders: sort them into val/<class>/"):
         prepare(settings(root, "imagenet"), out)
-
-
-def test_counting_a_folder_opens_only_its_first_image(root: Path) -> None:
-    for path in root.rglob("b.png"):
-        path.write_bytes(b"")
-
-    assert count_folder(root) == (5, 2, 2, (3, 5, 7))
-    picture(root / "train/cat/a.png", mode="L")
-    assert count_folder(str(root)) == (5, 2, 2, (1, 5, 7))
 
 
 @pytest.mark.skipif(REAL is None, reason="SWAP_TEST_IMAGE_FOLDER names no folder of images of one size")
