@@ -45,10 +45,11 @@ def average_workers(params: Params, folder: JobFolder) -> None:
     from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
     from swap_pipeline.checkpoint import load_weights
     from swap_pipeline.distributed import process_group
+    from swap_pipeline.models import describe_network, new_network
     from swap_pipeline.precision import autocast
     from swap_pipeline.progress import Reporter
     from swap_pipeline.training import evaluate, set_up, write_result
-    from swap_pipeline.training_job import open_data, prepare_network, view_of_checkpoint
+    from swap_pipeline.training_job import describe_model, open_data, view_of_checkpoint
 
     phase, compute = params.phase3, params.compute
     seeds, models = sorted(params.workers.seeds), model_files(params.workers.seeds, params.phase2.cycles)
@@ -58,8 +59,10 @@ def average_workers(params: Params, folder: JobFolder) -> None:
         reporter = Reporter(name="phase3", total=3, folder=folder.path, is_main=group.is_main)
         meta, train_images, test_images = open_data(root=params.data.root, test_crop=params.data.test_crop, group=group)
         view = view_of_checkpoint(models[-1])
+        description = describe_network(params.model, channels=meta.channels, num_classes=len(meta.classes))
+        network = new_network(description, seed=0)
         shape = train_images.image_shape(view)
-        network, header = prepare_network(params.model, meta, seed=0, image_shape=shape, view=view)
+        header = describe_model(description, meta, image_shape=shape, view=view, test_crop=params.data.test_crop)
         mean = folder.path / "mean.safetensors"
         group.wait()
         began = time.perf_counter()

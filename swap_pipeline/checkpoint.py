@@ -186,6 +186,13 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def load_weights(network: torch.nn.Module, path: Path) -> None:
     """Fill `network` from a checkpoint; one made for another architecture is refused by tensor name."""
+    check_fits(network, path)
+    file = TensorFile(path)
+    network.load_state_dict({key: file.read(key) for key in file.layout})
+
+
+def check_fits(network: torch.nn.Module, path: Path) -> None:
+    """Refuse a checkpoint of another architecture, without reading its tensors."""
     file = TensorFile(path)
     expected = network.state_dict()
     for key, tensor in expected.items():
@@ -197,7 +204,6 @@ def load_weights(network: torch.nn.Module, path: Path) -> None:
     extra = sorted(set(file.layout) - set(expected))
     if extra:
         raise _other_architecture(path, f"it has a tensor {extra[0]!r} that the network does not know")
-    network.load_state_dict({key: file.read(key) for key in file.layout})
 
 
 def _other_architecture(path: Path, reason: str) -> SwapError:

@@ -72,6 +72,9 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
+    def start(self) -> None:
+        """Get ready: what takes time only once is done here, before any clock runs."""
+
     def image_shape(self, view: View | None) -> tuple[int, int, int]:
         """Channels, height and width of what the network is trained on."""
 
@@ -122,6 +125,9 @@ class Images:
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.to(torch.float32).sub_(self.mean).div_(self.std)
+
+    def start(self) -> None:
+        """Images in memory are there."""
 
     def image_shape(self, view: View | None) -> tuple[int, int, int]:
         _, channels, height, width = self.pixels.shape

@@ -17,7 +17,7 @@ from swap_pipeline.archives import find_or_download, read_idx, read_members
 from swap_pipeline.checkpoint import TensorFile, write_tensors
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import write_json
-from swap_pipeline.image_files import find_root, read_image
+from swap_pipeline.image_files import find_root, shape_of
 from swap_pipeline.image_folders import FolderSplit, Looks, joined, look_at, processes_for, scan
 from swap_pipeline.params import Data
 
@@ -97,14 +97,15 @@ def prepare(data: Data, folder: Path) -> str:
     elif data.name in TEST_FOLDERS:
         made = _from_folder(data)
     else:
-        raise _unknown(data.name)
+        raise unknown(data.name)
     _write(folder, made)
     num_train, num_test = len(made.train["labels"]), len(made.test["labels"])
     line = f"{data.name}: {num_train:,} training and {num_test:,} test images, {made.about}"
     return "\n".join([line, *made.notes])
 
 
-def _unknown(name: str) -> SwapError:
+def unknown(name: str) -> SwapError:
+    """What is said of a data set that nobody knows."""
     known = [*_FROM_ARRAYS, *TEST_FOLDERS]
     closest = difflib.get_close_matches(name.lower(), known, n=2)
     hint = f"did you mean {' or '.join(closest)}? Known are" if closest else "choose one of"
@@ -301,7 +302,7 @@ TEST_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
 
 
 def _from_folder(data: Data) -> _Prepared:
-    tree = scan(find_root(data.root), test_names=TEST_FOLDERS[data.name])
+    tree = scan(_hashed_root(data.root), test_names=TEST_FOLDERS[data.name])
     chosen, notes = _chosen(tree.train.labels, tree.classes, data)
     train, test = tree.train if chosen is None else tree.train.only(chosen), tree.test
     notes = [*tree.notes, *notes]
@@ -338,18 +339,24 @@ def _from_folder(data: Data) -> _Prepared:
     )
 
 
+def _hashed_root(root: str) -> Path:
+    """The folder that DVC has hashed as a dependency: no other may be looked at, or a change would go unnoticed."""
+    here, found = Path(root), find_root(root)
+    if found != here:
+        raise SwapError(
+            f"params.yaml: data.root is {root!r}, and its images are not in this temporary folder, which has only what "
+            f"git or DVC tracks: write it as an absolute path, or `dvc add {root}`"
+        )
+    return here
+
+
 def _size_to_keep(first: Path, num_images: int, max_gb: float) -> tuple[int, int] | None:
     """Height and width that all images need, to be kept in memory: the first one's, if so many of that size fit."""
     try:
-        channels, height, width = _shape_of(first)
+        channels, height, width = shape_of(first)
     except SwapError:
         return None  # it will be told with all others that cannot be read
     return (height, width) if num_images * channels * height * width <= max_gb * 1e9 else None
-
-
-def _shape_of(path: Path) -> tuple[int, int, int]:
-    _, image = read_image(path, None)
-    return len(image.getbands()), image.height, image.width
 
 
 def _refuse_unreadable(root: Path, looks: Looks) -> None:

@@ -1,4 +1,4 @@
-"""The `SWAP_…` environment variables: where and how a job runs. Each is read here and nowhere else.
+"""The `SWAP_…` environment variables and the cores: where and how a job runs. Each is read here and nowhere else.
 
 None of them can change what is computed, apart from the number of processes, which decides how batch norm's statistics
 are shared, and from rounding.
@@ -7,6 +7,7 @@ are shared, and from rounding.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from swap_pipeline.errors import SwapError
 
@@ -19,6 +20,16 @@ def device_type(*, has_gpu: bool) -> str:
     if wanted == "cuda" and not has_gpu:
         raise SwapError("SWAP_DEVICE is cuda, but no GPU can be seen: check `nvidia-smi`, or set SWAP_DEVICE=cpu")
     return wanted
+
+
+def num_cores() -> int:
+    """Cores that this process may use, also inside a container with a quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or `max`: no quota
+        return cores
 
 
 def num_processes(default: int) -> int:

@@ -58,6 +58,16 @@ def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
         raise SwapError(f"{path} cannot be read as an image: {reason}") from None
 
 
+def shape_of(path: Path) -> tuple[int, int, int]:
+    """Channels, height and width of an image, from its header alone where that will do."""
+    try:
+        with Image.open(path) as image:
+            return 1 if _is_grey(image) else 3, image.height, image.width
+    except Exception:  # as above; reading all of it says what is wrong
+        _, whole = read_image(path, None)
+        return len(whole.getbands()), whole.height, whole.width
+
+
 def _is_grey(image: Image.Image) -> bool:
     return image.mode in _GREY or image.mode.startswith("I;16")
 

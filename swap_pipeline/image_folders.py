@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from swap_pipeline.environment import num_cores
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import read_image
 from swap_pipeline.ranks import die_with_parent
@@ -101,6 +102,12 @@ def scan(root: Path, *, test_names: Sequence[str] = ("test", "val")) -> Tree:
         notes.append(
             f"warning: {root}/{present[0]} has no images of {_names(untested)}: the test accuracy says nothing about it"
         )
+    if links := _linked_folders(root, ("train", present[0])):
+        shown = ", ".join(links[:3]) + (" …" if len(links) > 3 else "")
+        notes.append(
+            f"warning: {len(links):,} folders in {root} are links ({shown}): DVC does not look behind them, so it will "
+            f"not notice when images there change"
+        )
     if num_skipped:
         notes.append(f"note: {num_skipped:,} files or folders in {root} were skipped: hidden, or not images of a class")
     classes = tuple(train)
@@ -111,6 +118,15 @@ def scan(root: Path, *, test_names: Sequence[str] = ("test", "val")) -> Tree:
         test=_in_one_list(classes, test),
         notes=tuple(notes),
     )
+
+
+def _linked_folders(root: Path, splits: Sequence[str]) -> list[str]:
+    """Links to folders, of splits or of classes."""
+    found = [name for name in splits if (root / name).is_symlink()]
+    for split in splits:
+        with os.scandir(root / split) as entries:
+            found += sorted(f"{split}/{entry.name}" for entry in entries if entry.is_symlink() and entry.is_dir())
+    return found
 
 
 def _images_by_class(root: Path, split: str) -> tuple[dict[str, list[str]], int]:
@@ -308,8 +324,7 @@ class Run:
 @contextlib.contextmanager
 def processes_for(num_images: int) -> Iterator[Run]:
     """Processes that decode, on all cores that this one may use; however the block is left, they end."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    number = min(cores, MAX_PROCESSES, math.ceil(num_images / IMAGES_AT_ONCE))
+    number = min(num_cores(), MAX_PROCESSES, math.ceil(num_images / IMAGES_AT_ONCE))
     if number == 1 or num_images < POOL_FROM_IMAGES:
         yield Run(None, 1)
         return

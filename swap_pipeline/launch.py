@@ -45,20 +45,10 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    cores, gpus = _cores(), _gpus()
+    cores, gpus = environment.num_cores(), _gpus()
     device_type = environment.device_type(has_gpu=bool(gpus))
     devices = gpus if device_type == "cuda" else tuple(str(core) for core in range(cores))
     return Machine(device_type=device_type, devices=devices, cores=cores)
-
-
-def _cores() -> int:
-    """Cores that this process may use, also inside a container with a quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or `max`: no quota
-        return cores
 
 
 def _gpus() -> tuple[str, ...]:

@@ -6,6 +6,8 @@ restart changes anything.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from swap_pipeline.data import EpochChoices, Images, Meta, View, derive_seed, ma
 from swap_pipeline.environment import num_loaders
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import decode
+from swap_pipeline.ranks import die_with_parent
 
 # A test image's shorter side is brought to this multiple of the size that is cut from its middle (256 for 224).
 MARGIN = 256 / 224
@@ -66,9 +69,9 @@ class _Reader(Dataset[Any]):
         self._channels = channels
         self._paths = index.read("paths").numpy()
         self._ends = index.read("path_ends").numpy()
-        self._labels = index.read("labels")
-        self._heights = index.read("heights").numpy()
-        self._widths = index.read("widths").numpy()
+        self.labels = index.read("labels")
+        self.heights = index.read("heights").numpy()
+        self.widths = index.read("widths").numpy()
 
     def path(self, index: int) -> Path:
         start = int(self._ends[index - 1]) if index else 0
@@ -77,14 +80,14 @@ class _Reader(Dataset[Any]):
     def __getitems__(self, cuts: Sequence[Cut]) -> tuple[torch.Tensor, torch.Tensor] | str:
         """A uint8 batch and its labels, or what is wrong with one of its files."""
         try:
-            return torch.stack([self._read(cut) for cut in cuts]), self._labels[[cut.index for cut in cuts]]
+            return torch.stack([self._read(cut) for cut in cuts]), self.labels[[cut.index for cut in cuts]]
         except SwapError as error:
             return str(error)
 
     def _read(self, cut: Cut) -> torch.Tensor:
         path = self.path(cut.index)
         image = decode(path, self._channels)
-        if image.size != (self._widths[cut.index], self._heights[cut.index]):
+        if image.size != (self.widths[cut.index], self.heights[cut.index]):
             raise SwapError(f"{path} has changed since it was prepared: run `dvc repro`")
         if cut.seed is None:
             image = middle(image, cut.size)
@@ -118,8 +121,8 @@ class FileImages:
                 raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
         if not root.is_dir():
             raise SwapError(f"params.yaml: data.root is {str(root)!r}, which is no folder: name that of the images")
-        labels = index.read("labels")
-        self._sizes = list(zip(index.read("heights").tolist(), index.read("widths").tolist(), strict=True))
+        reader = _Reader(root, meta.channels, index)
+        self._heights, self._widths, labels = reader.heights, reader.widths, reader.labels
         if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(meta.classes):
             raise SwapError(f"{path} is empty or has labels without a class: delete it and run `dvc repro`")
         self._channels = meta.channels
@@ -128,7 +131,7 @@ class FileImages:
         self._test_crop = test_crop
         self._plan = _Plan()
         self._loader = DataLoader(
-            _Reader(root, meta.channels, index),
+            reader,
             batch_sampler=self._plan,
             collate_fn=_as_it_is,
             num_workers=num_loaders(default=torch.get_num_threads()),
@@ -136,10 +139,15 @@ class FileImages:
             pin_memory=device.type == "cuda",
             multiprocessing_context="fork",  # others would import torch again in every loader
             generator=torch.Generator(),
+            worker_init_fn=functools.partial(_end_with, os.getpid()),
         )
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._heights)
+
+    def start(self) -> None:
+        for _ in self._read([[Cut(0, (8, 8))]] * self._loader.num_workers):
+            pass
 
     def image_shape(self, view: View | None) -> tuple[int, int, int]:
         assert view is not None
@@ -174,10 +182,11 @@ class FileImages:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         assert view is not None
         shapes: dict[tuple[int, int], list[int]] = {}
-        for index, (height, width) in enumerate(self._sizes):
-            square = self._test_crop == "square"
-            shape = (view.size, view.size) if square else rectangle(height, width, view.size)
-            shapes.setdefault(shape, []).append(index)
+        if self._test_crop == "square":
+            shapes[view.size, view.size] = list(range(len(self)))
+        else:
+            for index, (height, width) in enumerate(zip(self._heights.tolist(), self._widths.tolist(), strict=True)):
+                shapes.setdefault(rectangle(height, width, view.size), []).append(index)
         batches = [
             [Cut(index, shape) for index in indices[first : first + batch_size]]
             for shape, indices in sorted(shapes.items())
@@ -189,11 +198,27 @@ class FileImages:
     def _read(self, plan: Iterable[list[Cut]]) -> Iterator[Images]:
         """The planned batches, on the device."""
         self._plan.batches = plan
-        for batch in self._loader:
+        for batch in self._decoded():
             if isinstance(batch, str):
                 raise SwapError(batch)
             pixels, labels = (tensor.to(self._device, non_blocking=True) for tensor in batch)
             yield Images(pixels=pixels, labels=labels, mean=self._mean, std=self._std)
+
+    def _decoded(self) -> Iterator[Any]:
+        try:
+            yield from self._loader
+        except RuntimeError as error:
+            if "worker" not in str(error):
+                raise
+            raise SwapError(
+                f"a process that decodes images was ended ({' '.join(str(error).split())}): if memory or /dev/shm is "
+                f"short, set SWAP_LOADERS to less, or give the container more (--shm-size)"
+            ) from None
+
+
+def _end_with(rank: int, worker: int) -> None:
+    """A loader that outlived its rank would keep the locks that it inherited."""
+    die_with_parent(rank)
 
 
 def _as_it_is(batch: Any) -> Any:

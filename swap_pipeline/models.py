@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swap_pipeline.checkpoint import TensorFile, load_weights
+from swap_pipeline.checkpoint import TensorFile, check_fits, load_weights
 from swap_pipeline.errors import SwapError
 from swap_pipeline.libraries import check_known, check_option, has_published_weights, library_network, published_weights
 from swap_pipeline.own_network import cause, import_function, is_own, said_of
@@ -143,6 +143,7 @@ def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
         )
     with said_of(path):
         _check(description)
+        _check_size(description, path)
         network = _build(description, seed=0)
     load_weights(network, path)
     return network.eval()
@@ -209,6 +210,18 @@ def _is_plain(value: Any, *, sections: bool) -> bool:
 def _check_published(name: str) -> None:
     if not has_published_weights(name):
         raise SwapError(f"model.pretrained is true, but {name} has no published weights: set model.pretrained: false")
+
+
+def _check_size(description: Mapping[str, Any], path: Path) -> None:
+    """A header must not make us build what its tensors do not fill: compared without memory for either."""
+    try:
+        with torch.device("meta"):
+            outline = _build(description, seed=0)
+    except SwapError:
+        raise
+    except Exception:  # some networks (RegNets) compute with their weights when they are made
+        return
+    check_fits(outline, path)
 
 
 def _build(description: Mapping[str, Any], *, seed: int) -> nn.Module:

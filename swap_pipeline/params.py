@@ -123,7 +123,10 @@ class Phase2(Schedule):
     """Small batches, one independent worker a seed."""
 
     epochs: int = knob("length of the phase", minimum=1)
-    cycles: int = knob("equal parts of the phase, each from the peak down, each ending in a model", minimum=1)
+    cycles: int = knob(
+        "equal parts of the phase, each ending in a model and, unless lr_knots say otherwise, from the peak down",
+        minimum=1,
+    )
     first_epoch: int | None = optional("what the knots call the first epoch of this phase; 0 if left out", minimum=0)
     gpus_per_worker: int = knob("GPUs that train one worker together", minimum=1)
 
@@ -203,6 +206,10 @@ def _check_together(params: Params) -> None:
     _check_schedule("phase2", params.phase2, epochs=params.phase2.epochs, cycles=params.phase2.cycles)
     _check_schedule("small_batch", params.small_batch, epochs=params.small_batch.epochs)
     _check_schedule("large_batch", params.large_batch, epochs=params.large_batch.epochs)
+    if params.model.pretrained and params.model.zero_init_last_gamma:
+        raise SwapError(
+            "model.zero_init_last_gamma has no effect on published weights (model.pretrained): set it to false"
+        )
     if 0 < params.phase1.stop_accuracy <= 1:
         meant = 100 * params.phase1.stop_accuracy
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but in percent: write {meant:g}")

@@ -6,10 +6,8 @@ Networks are built and run on torch's `meta` device, where tensors have shapes a
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from swap_pipeline import environment, launch
-from swap_pipeline.checkpoint import TensorFile
-from swap_pipeline.data import read_meta
-from swap_pipeline.datasets import FACTS, TEST_FOLDERS
+from swap_pipeline.datasets import FACTS, TEST_FOLDERS, unknown
 from swap_pipeline.errors import SwapError
-from swap_pipeline.image_files import find_root, read_image
+from swap_pipeline.image_files import find_root, shape_of
 from swap_pipeline.image_folders import Tree, scan
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Data, Model
@@ -30,15 +26,12 @@ from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Size
 
 # Batch norm needs more than one value for each channel, also where the image has shrunk to a single pixel.
 _IMAGES = 2
-# Of a folder, so many images are looked at to see whether they differ in size.
-_SAMPLE = 64
+# Of a folder, so many images are looked at to see whether they differ in size: only their headers are read.
+_SAMPLE = 20_000
 
 
-def data_facts(data: Data, *, prepared: Path) -> DataFacts:
-    """What is known of the data: of a folder by a look at it, of a named data set always.
-
-    A folder that is not here may have been prepared elsewhere; then `prepared` knows it.
-    """
+def data_facts(data: Data) -> DataFacts:
+    """What is known of the data: of a folder by a look at it, of a named data set always."""
     root = find_root(data.root)
     if data.name in TEST_FOLDERS and (root / "train").is_dir():
         return _limited(_folder_facts(data, scan(root, test_names=TEST_FOLDERS[data.name])), data)
@@ -58,23 +51,18 @@ def data_facts(data: Data, *, prepared: Path) -> DataFacts:
             data,
         )
     if data.name not in TEST_FOLDERS:
-        known = [*FACTS, "imagefolder"]
-        closest = difflib.get_close_matches(data.name.lower(), known, n=1)
-        hint = f"did you mean {closest[0]}?" if closest else f"choose one of {', '.join(known)}"
-        raise SwapError(f"data.name is {data.name!r}: {hint}")
-    if root.exists() or not (prepared / "meta.json").is_file():
-        scan(root)  # says what is missing
-    return _prepared_facts(data, prepared)
+        raise unknown(data.name)
+    return _limited(_folder_facts(data, scan(root)), data)  # which says what is missing
 
 
 def _folder_facts(data: Data, tree: Tree) -> DataFacts:
     paths = [*tree.train.paths, *tree.test.paths]
-    sample = [read_image(tree.root / path, None)[1] for path in paths[:: math.ceil(len(paths) / _SAMPLE)]]
-    channels = 3 if data.name == "imagenet" else max(len(image.getbands()) for image in sample)
-    width, height = sample[0].size
+    sample = [shape_of(tree.root / path) for path in paths[:: math.ceil(len(paths) / _SAMPLE)]]
+    channels = 3 if data.name == "imagenet" else max(channels for channels, _, _ in sample)
+    _, height, width = sample[0]
     num_train = len(tree.train) if data.train_images == "all" else min(data.train_images, len(tree.train))
     num_bytes = (num_train + len(tree.test)) * channels * height * width
-    in_memory = len({image.size for image in sample}) == 1 and num_bytes <= data.max_gb_in_memory * 1e9
+    in_memory = len({shape[1:] for shape in sample}) == 1 and num_bytes <= data.max_gb_in_memory * 1e9
     return DataFacts(
         name=data.name,
         num_train=len(tree.train),
@@ -94,27 +82,6 @@ def _limited(facts: DataFacts, data: Data) -> DataFacts:
             f"data.train_images is {data.train_images}, but {data.name} has {facts.num_train}: lower it, or write all"
         )
     return dataclasses.replace(facts, num_train=data.train_images)
-
-
-def _prepared_facts(data: Data, prepared: Path) -> DataFacts:
-    meta = read_meta(prepared)
-    num_train, num_test = (
-        TensorFile(prepared / f"{split}.safetensors").layout["labels"].shape[0] for split in ("train", "test")
-    )
-    if data.train_images not in ("all", num_train):
-        raise SwapError(
-            f"data.root is {data.root!r}, which does not exist, and {prepared} has {num_train:,} training images "
-            f"instead of data.train_images ({data.train_images:,}): set data.root to where the images are"
-        )
-    return DataFacts(
-        name=data.name,
-        num_train=num_train,
-        num_test=num_test,
-        num_classes=len(meta.classes),
-        channels=meta.channels,
-        size=None if meta.shape is None else meta.shape[1:],
-        source=f"{data.root} is not here: taken from {prepared}",
-    )
 
 
 def planned_devices(num_gpus: int) -> Devices:

@@ -169,7 +169,8 @@ def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
     if plan.num_workers > 1:
         yield row(f"phase 2, {plan.num_workers} workers in {counted(plan.rounds, 'round')}", times.phase2)
     yield row("phase 3", times.phase3)
-    yield row("critical path of SWAP", times.critical_path)
+    yield row("SWAP on these devices", times.total)
+    yield "critical path: devices for every worker", duration(times.critical_path), ""
     yield row(f"small batch on {counted(plan.small_batch.devices, 'device')}", times.small_batch)
     yield row(f"large batch on {counted(plan.large_batch.devices, 'device')}", times.large_batch)
 

@@ -35,7 +35,10 @@ class Times:
     worker: Expected
     phase2: Expected
     phase3: Expected
-    critical_path: Expected
+    total: Expected
+    """all of SWAP on the devices of the plan"""
+    critical_path: float
+    """seconds with devices for every worker at the same time, as in the report of a run"""
     small_batch: Expected
     large_batch: Expected
 
@@ -69,10 +72,14 @@ def expected_times(plan: Plan, throughput: Throughput) -> Times:
         worker=worker,
         phase2=phase2,
         phase3=statistics,
-        critical_path=Expected(
-            seconds=phase1.seconds + phase2.seconds + statistics.seconds,
-            device_seconds=phase1.device_seconds + phase2.device_seconds + statistics.device_seconds,
-        ),
+        total=_sum(phase1, phase2, statistics),
+        critical_path=_sum(phase1, worker, statistics).seconds,
         small_batch=of_run(plan.small_batch),
         large_batch=of_run(plan.large_batch),
+    )
+
+
+def _sum(*parts: Expected) -> Expected:
+    return Expected(
+        seconds=sum(part.seconds for part in parts), device_seconds=sum(part.device_seconds for part in parts)
     )

@@ -11,7 +11,6 @@ from swap_pipeline.plan import Devices, Plan, image_sizes, make_plan
 from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
 from swap_pipeline.plan_times import Forecast, Throughput, expected_times
 from swap_pipeline.throughput import measure_throughput
-from swap_pipeline.training_job import PREPARED
 
 
 def make_forecast(params: Params, *, file: Path, num_gpus: int | None, images_per_second: float | None) -> Forecast:
@@ -29,7 +28,7 @@ def make_forecast(params: Params, *, file: Path, num_gpus: int | None, images_pe
 
 def plan_params(params: Params, devices: Devices) -> Plan:
     """What these params will do on these devices."""
-    data = data_facts(params.data, prepared=PREPARED)
+    data = data_facts(params.data)
     network = network_facts(
         params.model, channels=data.channels, num_classes=data.num_classes, sizes=image_sizes(params, data)
     )

@@ -58,7 +58,8 @@ class Scaler:
     """Gradient scaling in fp16, and nothing at all in the other precisions."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
-        self.is_active = resolve(precision, device) == "fp16"
+        self.precision = resolve(precision, device)
+        self.is_active = self.precision == "fp16"
         self.tolerance = _OVERFLOWS_ON_END if self.is_active else 0
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.is_active)
 

@@ -11,7 +11,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from swap_pipeline.checkpoint import TensorFile
 from swap_pipeline.image_files import decode
-from swap_pipeline.loader import middle
+from swap_pipeline.loader import middle, rectangle
 from swap_pipeline.models import load_model
 
 
@@ -27,7 +27,8 @@ def predict(
     for path in paths:
         image = decode(path, channels)
         if "view" in info:  # trained on crops of files of any size: seen as test images were
-            image = middle(image, (height, width))
+            is_square = info["test_crop"] == "square"
+            image = middle(image, (height, width) if is_square else rectangle(image.height, image.width, height))
         elif image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         batch = (pil_to_tensor(image).float() / 255 - mean) / std

@@ -66,8 +66,8 @@ def collects() -> bool:
     return True
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to end this process with the one that started it.
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel to end this process with the one that started it: `parent`, or the launcher.
 
     torchrun puts its ranks into sessions of their own, so they outlive a kill of its process group and would go on
     training beside their successors.
@@ -76,8 +76,8 @@ def die_with_parent() -> None:
         return
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
-    expected = os.environ.get(PARENT)
-    if expected is not None and os.getppid() != int(expected):
+    expected = parent or int(os.environ.get(PARENT, "0"))
+    if expected and os.getppid() != expected:
         os._exit(1)  # it was gone before the kernel knew
 
 

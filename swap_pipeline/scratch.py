@@ -205,6 +205,7 @@ class Lock:
 
     def release(self) -> None:
         if self._handle is not None:
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # closing is not enough where a child process has it too
             os.close(self._handle)
             self._handle = None
 

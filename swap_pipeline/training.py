@@ -109,10 +109,12 @@ def train(
     """
     _check(run, train_images, augment, group)
     set_up(network, compute, group)
+    _try_out(network, [train_images.image_shape(run.view(epoch)) for epoch in range(run.epochs)], group)
     parallel: Callable[..., torch.Tensor] = _wrap(network, train_images.image_shape(run.view(0)), group)
     if compute.compile:
         # What is compiled is a wrapper: `network` itself, and with it the names in checkpoints, stay as they are.
-        parallel = torch.compile(parallel)
+        # One static graph for each image size, so that a resumed run computes like one that was never stopped.
+        parallel = torch.compile(parallel, dynamic=False)
     scaler = Scaler(compute.precision, group.device)
     sgd = _Sgd(network, optimizer, scaler)
     curve = _resume(network, sgd, snapshots)
@@ -230,6 +232,33 @@ def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
         network.to(memory_format=torch.channels_last)
 
 
+def _try_out(network: nn.Module, image_shapes: Sequence[tuple[int, ...]], group: Group) -> None:
+    """Find out with two blank images whether the network takes images of these sizes, before it is trained on one."""
+    for shape in sorted(set(image_shapes)):
+        network.eval()
+        try:
+            with torch.no_grad():
+                network(torch.zeros(2, *shape, device=group.device))
+        except Exception as error:
+            size, why = "×".join(map(str, shape[1:])), " ".join(str(error).split())
+            raise SwapError(
+                f"the network of params.yaml (model) cannot take images of {size} pixels ({type(error).__name__}: "
+                f"{why}): change image_size or model.options, or take another one"
+            ) from None
+
+
+def _check_that_all_learn(network: nn.Module, loss: torch.Tensor) -> None:
+    """DDP waits for the gradient of every parameter."""
+    loss.backward()
+    idle = [name for name, p in network.named_parameters() if p.requires_grad and p.grad is None]
+    if idle:
+        raise SwapError(
+            f"the network of params.yaml (model) has parameters that nothing depends on ({', '.join(idle[:3])}"
+            f"{' …' if len(idle) > 3 else ''}), which several processes cannot train: remove them, or SWAP_NPROC=1"
+        )
+    network.zero_grad(set_to_none=True)
+
+
 def _wrap(network: nn.Module, image_shape: tuple[int, ...], group: Group) -> nn.Module:
     """DDP, with its gradient buckets in their final form.
 
@@ -239,14 +268,16 @@ def _wrap(network: nn.Module, image_shape: tuple[int, ...], group: Group) -> nn.
     if group.world_size == 1:
         return network
     before = {key: tensor.clone() for key, tensor in network.state_dict().items()}
+    blank = torch.zeros(2, *image_shape, device=group.device)
+    network.train()
+    _check_that_all_learn(network, network(blank).sum())
     parallel = DistributedDataParallel(
         network,
         device_ids=[group.device] if group.device.type == "cuda" else None,
         forward_sync_buffers=False,
         gradient_as_bucket_view=True,
     )
-    network.train()
-    parallel(torch.zeros(2, *image_shape, device=group.device)).sum().backward()
+    parallel(blank).sum().backward()
     parallel.zero_grad(set_to_none=True)
     network.load_state_dict(before)
     return parallel
@@ -398,7 +429,11 @@ def evaluate(
 def _keep(folder: Path, network: nn.Module, sgd: _Sgd, curve: list[Epoch]) -> None:
     tensors = {f"network.{key}": tensor for key, tensor in network.state_dict().items()}
     tensors |= {f"momentum.{key}": tensor for key, tensor in sgd.momentum().items()}
-    info = {"curve": [asdict(row) for row in curve], "scaler": sgd.scaler.state()}
+    info = {
+        "curve": [asdict(row) for row in curve],
+        "precision": sgd.scaler.precision,
+        "scaler": sgd.scaler.state(),
+    }
     write_snapshot(folder, len(curve), tensors, info)
 
 
@@ -408,6 +443,11 @@ def _resume(network: nn.Module, sgd: _Sgd, folder: Path) -> list[Epoch]:
     if found is None:
         return []
     tensors, info = found
+    if info["precision"] != sgd.scaler.precision:  # `auto` on another kind of GPU
+        print(
+            f"the snapshot was trained in {info['precision']}, not {sgd.scaler.precision}: starting afresh", flush=True
+        )
+        return []
     parts: dict[str, dict[str, torch.Tensor]] = {"network": {}, "momentum": {}}
     for key, tensor in tensors.items():
         part, _, name = key.partition(".")

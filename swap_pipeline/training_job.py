@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from swap_pipeline.checkpoint import TensorFile, load_weights, write_tensors
 from swap_pipeline.data import Meta, Split, View, read_images, read_meta
@@ -69,24 +68,31 @@ def open_data(*, root: str, test_crop: str, group: Group) -> tuple[Meta, Split, 
     def split(name: str) -> FileImages:
         return FileImages(PREPARED, name, meta, root=find_root(root), test_crop=test_crop, device=group.device)
 
-    return meta, split("train"), split("test")
+    train_images, test_images = split("train"), split("test")
+    for images in (train_images, test_images):
+        images.start()
+    return meta, train_images, test_images
 
 
-def prepare_network(
-    model: Model, meta: Meta, *, seed: int, image_shape: tuple[int, int, int], view: View | None
-) -> tuple[nn.Module, dict[str, Any]]:
-    """A fresh network for this data, and the header from which it can be rebuilt and used."""
-    description = describe_network(model, channels=meta.channels, num_classes=len(meta.classes))
+def describe_model(
+    description: Mapping[str, Any],
+    meta: Meta,
+    *,
+    image_shape: tuple[int, int, int],
+    view: View | None,
+    test_crop: str,
+) -> dict[str, Any]:
+    """The header of a checkpoint, from which the network can be rebuilt and used."""
     header = {
-        "model": description,
+        "model": dict(description),
         "classes": list(meta.classes),
         "shape": list(image_shape),
         "mean": list(meta.mean),
         "std": list(meta.std),
     }
     if view is not None:
-        header["view"] = asdict(view)
-    return new_network(description, seed=seed), header
+        header |= {"view": asdict(view), "test_crop": test_crop}
+    return header
 
 
 def check_view(run: Run, meta: Meta) -> None:
@@ -100,6 +106,18 @@ def check_view(run: Run, meta: Meta) -> None:
             f"{key} has no effect on images that were prepared in memory, {meta.shape[1]}×{meta.shape[2]} pixels: "
             f"remove it (and min_scale), or set data.max_gb_in_memory: 0 to read them from their files"
         )
+
+
+@contextlib.contextmanager
+def _explained(compute: Compute) -> Iterator[None]:
+    """torch's word for an operation that it cannot repeat exactly on a GPU, with the way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not compute.deterministic or "deterministic" not in str(error):
+            raise
+        what = " ".join(str(error).split()).partition(". ")[0]
+        raise SwapError(f"{what}: set compute.deterministic: false, or take another network") from None
 
 
 def view_of_checkpoint(path: Path) -> View | None:
@@ -131,36 +149,38 @@ def run_training_job(
             return
         meta, train_images, test_images = open_data(root=root, test_crop=test_crop, group=group)
         check_view(run, meta)
-        last_view = run.view(run.epochs - 1)
-        network, about = prepare_network(
-            model,
-            meta,
-            seed=start if isinstance(start, int) else 0,
-            image_shape=train_images.image_shape(last_view),
-            view=last_view,
-        )
+        description = describe_network(model, channels=meta.channels, num_classes=len(meta.classes))
+        network = new_network(description, seed=start if isinstance(start, int) else 0)
         if isinstance(start, Path):
             load_weights(network, start)
         elif model.pretrained:
-            load_pretrained(network, about["model"])
-        info = {**about, **header}
+            load_pretrained(network, description)
+
+        def info_after(epoch: int) -> dict[str, Any]:
+            view = run.view(epoch - 1)
+            about = describe_model(
+                description, meta, image_shape=train_images.image_shape(view), view=view, test_crop=test_crop
+            )
+            return {**about, **header}
 
         def keep_model(epoch: int) -> None:
             if keep and epoch in keep:
-                write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info, "epoch": epoch})
+                write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
 
-        record = train(
-            run,
-            network,
-            train_images=train_images,
-            test_images=test_images,
-            augment=augment,
-            optimizer=optimizer,
-            compute=compute,
-            group=group,
-            snapshots=folder.path,
-            reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
-            at_epoch_end=keep_model,
-        )
+        with _explained(compute):
+            record = train(
+                run,
+                network,
+                train_images=train_images,
+                test_images=test_images,
+                augment=augment,
+                optimizer=optimizer,
+                compute=compute,
+                group=group,
+                snapshots=folder.path,
+                reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
+                at_epoch_end=keep_model,
+            )
         if group.is_main:
+            info = info_after(len(record.curve))
             write_result(folder, network, info, {**record.as_json(), "devices": group.describe()})

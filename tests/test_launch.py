@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from swap_pipeline import launch
+from swap_pipeline import environment, launch
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch import Machine, job_on_all_devices, this_machine, worker_job
 from swap_pipeline.scratch import JobFolder
@@ -19,7 +19,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SWAP_DEVICE", "SWAP_NPROC", "SWAP_SLOTS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launch, "_gpus", lambda: tuple("01234567"))
-    monkeypatch.setattr(launch, "_cores", lambda: 64)
+    monkeypatch.setattr(environment, "num_cores", lambda: 64)
     monkeypatch.setattr(launch, "job_folder", lambda stage, **_: JobFolder(launch.Path(stage)))
 
 
@@ -54,7 +54,7 @@ def test_on_a_cpu_two_ranks_share_the_cores(
 ) -> None:
     monkeypatch.setenv("SWAP_DEVICE", "cpu")
     monkeypatch.delenv("SWAP_NPROC", raising=False)
-    monkeypatch.setattr(launch, "_cores", lambda: cores)
+    monkeypatch.setattr(environment, "num_cores", lambda: cores)
     monkeypatch.setattr(launch, "job_folder", lambda stage, **_: JobFolder(launch.Path(stage)))
     phase1, worker = job_on_all_devices("phase1"), worker_job("phase2", seed=0, processes=1, batch_size=96)
     assert (phase1.processes, phase1.threads, phase1.num_devices) == (processes, threads, cores)
