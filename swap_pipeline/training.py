@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,8 @@ def train(
     """
     _check(run, train_images, augment, group)
     set_up(network, compute, group)
-    _try_out(network, [train_images.image_shape(run.view(epoch)) for epoch in range(run.epochs)], group)
+    with autocast(compute.precision, group.device):
+        _try_out(network, {train_images.image_shape(run.view(epoch)) for epoch in range(run.epochs)}, group)
     parallel: Callable[..., torch.Tensor] = _wrap(network, train_images.image_shape(run.view(0)), group)
     if compute.compile:
         # What is compiled is a wrapper: `network` itself, and with it the names in checkpoints, stay as they are.
@@ -232,9 +233,9 @@ def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
         network.to(memory_format=torch.channels_last)
 
 
-def _try_out(network: nn.Module, image_shapes: Sequence[tuple[int, ...]], group: Group) -> None:
+def _try_out(network: nn.Module, image_shapes: Set[tuple[int, ...]], group: Group) -> None:
     """Find out with two blank images whether the network takes images of these sizes, before it is trained on one."""
-    for shape in sorted(set(image_shapes)):
+    for shape in sorted(image_shapes):
         network.eval()
         try:
             with torch.no_grad():

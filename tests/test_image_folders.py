@@ -654,6 +654,28 @@ def test_imagenets_validation_images_must_be_sorted_into_class_folders(root: Pat
         prepare(settings(root, "imagenet"), out)
 
 
+def test_a_temporary_folder_without_the_images_is_refused(
+    root: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DVC has hashed what is in the temporary folder; reading the project's images would hide changes in them."""
+    temporary = tmp_path / "temporary"
+    (temporary / root.name).mkdir(parents=True)
+    monkeypatch.chdir(temporary)
+    monkeypatch.setenv("DVC_ROOT", str(root.parent))
+
+    with pytest.raises(SwapError, match=r"its images are not in this temporary folder.* absolute path, or `dvc add"):
+        prepare(settings(Path(root.name)), out)
+
+
+def test_folders_that_are_links_are_told_since_dvc_does_not_look_behind_them(root: Path, out: Path) -> None:
+    (root / "train/cat").rename(root.parent / "cats")
+    (root / "train/cat").symlink_to(root.parent / "cats")
+
+    line = prepare(settings(root), out)
+
+    assert "warning: 1 folders in" in line and "are links (train/cat): DVC does not look behind them" in line
+
+
 @pytest.mark.skipif(REAL is None, reason="SWAP_TEST_IMAGE_FOLDER names no folder of images of one size")
 def test_a_real_folder_gives_what_pillow_decodes(out: Path) -> None:
     assert REAL is not None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from swap_pipeline import environment, launch
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch import Machine, job_on_all_devices, this_machine, worker_job
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.scratch import JobFolder, Lock
 
 
 @pytest.fixture
@@ -71,3 +72,17 @@ def test_nohup_stays_in_force_and_other_signals_become_exceptions() -> None:
     finally:
         signal.signal(signal.SIGHUP, old)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_lock_that_a_child_process_inherited_can_be_given_up(tmp_path: Path) -> None:
+    lock = Lock(tmp_path / "lock")
+    assert lock.try_acquire()
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        lock.release()
+        assert Lock(tmp_path / "lock").try_acquire()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -16,6 +16,8 @@ from conftest import Project, made_once, make_project
 from PIL import Image
 from safetensors.numpy import load_file
 
+from swap_pipeline.checkpoint import TensorFile
+
 NETWORK = '''
 from torch import nn
 
@@ -42,7 +44,7 @@ OWN = {
     "phase1.min_scale": 0.3,
     "phase1.max_epochs": 3,
     "phase2.batch_size": 4,
-    "phase2.image_size": 24,
+    "phase2.image_size": [[0, 20], [2, 24]],
     "phase2.min_scale": [[0, 0.3], [2, 0.6]],
     "phase2.epochs": 4,
     "phase2.cycles": 2,
@@ -109,6 +111,20 @@ def test_the_average_takes_a_model_from_every_cycle_of_every_worker(own_project:
         by_hand = np.mean([model[key].astype(np.float64) for model in models], axis=0)
         np.testing.assert_allclose(tensor, by_hand, rtol=1e-6, atol=1e-7)
     assert not np.array_equal(models[0]["0.weight"], models[1]["0.weight"])
+
+
+def test_a_checkpoint_tells_how_its_network_saw_images_last(own_project: Project) -> None:
+    folder = own_project.root / "checkpoints"
+    views = {
+        name: TensorFile(folder / f"{name}.safetensors").info["view"]
+        for name in ("phase1/model", "phase2/seed_0/cycle_1", "phase2/seed_0/model", "phase3/model")
+    }
+    assert views == {
+        "phase1/model": {"size": 24, "min_scale": 0.3},
+        "phase2/seed_0/cycle_1": {"size": 20, "min_scale": 0.3},
+        "phase2/seed_0/model": {"size": 24, "min_scale": 0.6},
+        "phase3/model": {"size": 24, "min_scale": 0.6},
+    }
 
 
 def test_a_cycle_begins_at_the_peak_and_its_rate_falls(own_project: Project) -> None:

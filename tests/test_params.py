@@ -82,6 +82,11 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("model.width", 0, "model.width is 0, but must be at least 1"),
         ("model.options", 3, "model.options is 3, but must be a section with entries of its own"),
         ("compute.precision", "fp8", "compute.precision is 'fp8': choose one of auto, fp32, bf16, fp16"),
+        (
+            "model",
+            {"name": "torchvision:resnet18", "pretrained": True, "zero_init_last_gamma": True},
+            "model.zero_init_last_gamma has no effect on published weights",
+        ),
         ("phase2.cycles", 3, "phase2.cycles is 3, which does not divide phase2.epochs (8) into equal parts"),
         ("phase1.batch_size", [[0, 480], [4]], "phase1.batch_size[1] is [4]: write a pair, [epoch, value]"),
         ("phase1.batch_size", [[0, 480], [4, 0]], "phase1.batch_size[1][1] is 0, but must be at least 1"),

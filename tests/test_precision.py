@@ -93,6 +93,17 @@ def test_an_fp16_run_taken_up_again_ends_in_the_same_bytes(tmp_path: Path) -> No
     assert [row.train_loss for row in record.curve] == [row.train_loss for row in reference.curve]
 
 
+def test_a_snapshot_of_another_precision_is_not_taken_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`auto` may mean another one on another machine; half and half would be neither."""
+    train_here(small_network(), tmp_path, replace(a_run(), epochs=1), compute=replace(COMPUTE, precision="bf16"))
+    afresh, alone = small_network(), small_network()
+    (tmp_path / "alone").mkdir()
+    train_here(afresh, tmp_path)
+    train_here(alone, tmp_path / "alone")
+    assert "the snapshot was trained in bf16, not fp32: starting afresh" in capsys.readouterr().out
+    assert torch.equal(weights_of(afresh), weights_of(alone))
+
+
 def test_a_cpu_that_dies_of_half_precision_is_found_out_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,6 +189,29 @@ def test_a_batch_that_is_too_large_only_in_a_later_epoch_is_refused_at_once(tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_a_network_that_cannot_take_the_images_is_refused_before_it_trains(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(100, 4))
+    with pytest.raises(SwapError, match=r"cannot take images of 8×8 pixels \(RuntimeError: .*: change image_size"):
+        train_here(network, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_trying_a_network_out_leaves_no_trace_in_it(tmp_path: Path) -> None:
+    network = small_network(batch_norm=True)
+    train_here(network, tmp_path, replace(a_run(epochs=1), learning_rate=lambda epoch: 0.0))
+    assert int(network[1].num_batches_tracked) == 3
+
+
+def test_parameters_that_nothing_depends_on_are_named_for_several_ranks() -> None:
+    from swap_pipeline.training import _check_that_all_learn
+
+    network = small_network()
+    network.add_module("spare", nn.Linear(2, 2))
+    used = nn.Sequential(*list(network)[:-1])
+    with pytest.raises(SwapError, match=r"nothing depends on \(spare\.weight, spare\.bias\), .* SWAP_NPROC=1"):
+        _check_that_all_learn(network, used(torch.zeros(2, 1, 8, 8)).sum())
+
+
 def test_models_on_the_way_are_those_of_a_run_that_ended_there(tmp_path: Path) -> None:
     network, seen = small_network(batch_norm=True), {}
 
