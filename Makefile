@@ -14,7 +14,7 @@ run: $(STAMP)
 	@$(RUN) dvc repro
 
 test: lint
-	@$(RUN) python -m pytest -n 2
+	@$(RUN) python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	@$(RUN) ruff check .

@@ -576,7 +576,8 @@ def test_whatever_ends_the_stage_ends_its_processes(project: Project, tmp_path: 
             os.killpg(stage.pid, signal.SIGKILL)
 
     assert stage.returncode == (1 if end == "Ctrl-C" else -signal.SIGKILL)
-    assert errors.split() == ["Aborted!"] or end == "kill"
+    # On a busy machine, a decoder that was only just starting may complain of its lost parent after that.
+    assert errors.split()[:1] == ["Aborted!"] or end == "kill", errors
     assert not (project.root / "data/prepared").exists()
 
 
