@@ -91,7 +91,13 @@ def average_workers(params: Params, folder: JobFolder) -> None:
         reporter.done(3, f"test {accuracy:.2f} %  loss {loss:.4f}  {seconds:.1f} s")
         if group.is_main:
             mean.unlink()
-            record = {"test_accuracy": accuracy, "test_loss": loss, "seconds": seconds, "devices": group.describe()}
+            record = {
+                "models": len(models),
+                "test_accuracy": accuracy,
+                "test_loss": loss,
+                "seconds": seconds,
+                "devices": group.describe(),
+            }
             write_result(folder, network, {**header, "phase": "phase3", "seeds": seeds}, record)
 
 

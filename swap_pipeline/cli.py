@@ -93,6 +93,7 @@ def plan(file: Path, gpus: int | None, images_per_second: float | None, plot: Pa
     forecast = make_forecast(params, file=file, num_gpus=gpus, images_per_second=images_per_second)
     if plot is not None:
         draw(forecast.plan, plot, title=forecast.title)
+        click.echo(f"drawn: {plot}", err=True)
     click.echo(json_of(forecast) if as_json else text_of(forecast))
 
 
@@ -100,7 +101,10 @@ def plan(file: Path, gpus: int | None, images_per_second: float | None, plot: Pa
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IMAGE...")
 @click.option("--model", type=click.Path(path_type=Path), default=FINAL_MODEL, show_default=True, help="Checkpoint.")
 @click.option("--top", type=click.IntRange(min=1), default=1, show_default=True, help="How many classes to print.")
-def predict(images: tuple[Path, ...], model: Path, top: int) -> None:
+@click.option(
+    "--own", metavar="NAME", help="Your own network whose code may run; by default model.name of params.yaml."
+)
+def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) -> None:
     """Print the class of each IMAGE and its probability.
 
     An image is brought to the network's size and number of channels, and normalised as the training images were. A
@@ -108,7 +112,7 @@ def predict(images: tuple[Path, ...], model: Path, top: int) -> None:
     """
     from swap_pipeline.predict import predict as predict_images
 
-    for path, classes in predict_images(images, model, own=_own_network()):
+    for path, classes in predict_images(images, model, own=own or _own_network()):
         for name, probability in classes[:top]:
             click.echo(f"{path}\t{name}\t{100 * probability:.2f} %")
 

@@ -189,7 +189,6 @@ def run_fan_out(seed: int, *, others: Callable[[], Sequence[int]], job: Callable
     A worker that fails does not disturb the rest. What became of the others is told when their turn comes.
     """
     own = job(seed)
-    _say_unlisted(own)
     if own.folder.is_complete:
         _say_taken(own)
     else:
@@ -202,6 +201,9 @@ def run_fan_out(seed: int, *, others: Callable[[], Sequence[int]], job: Callable
 
 
 def _say_unlisted(job: Job) -> None:
+    """Once, in the first phase, is enough."""
+    if job.stage != "phase1":
+        return
     from ruamel.yaml import YAML
 
     yaml = YAML(typ="safe", pure=True)

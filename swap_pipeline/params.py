@@ -235,9 +235,12 @@ def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "e
             if getattr(given, entry) is None:
                 raise SwapError(f"{name}.{entry} is missing: add it, or the whole course as {name}.lr_knots")
     else:
-        for entry in ("peak_lr", "warmup_epochs"):
-            if getattr(given, entry) is not None:
-                raise SwapError(f"{name}.{entry} has no effect beside {name}.lr_knots: remove one of them")
+        idle = [f"{name}.{entry}" for entry in ("peak_lr", "warmup_epochs") if getattr(given, entry) is not None]
+        if idle:
+            have = "has" if len(idle) == 1 else "have"
+            raise SwapError(
+                f"{' and '.join(idle)} {have} no effect beside {name}.lr_knots: remove the one or the other"
+            )
     if epochs % cycles:
         raise SwapError(f"{name}.cycles is {cycles}, which does not divide {name}.{length} ({epochs}) into equal parts")
     if given.warmup_epochs is not None and given.warmup_epochs > epochs / cycles:

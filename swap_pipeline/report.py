@@ -54,7 +54,8 @@ def result_table(phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, A
             "",
         )
     )
-    rows.append(_row("SWAP: average of the workers", phase3))
+    of_what = "the workers" if phase3["models"] == len(workers) else f"{phase3['models']} models"
+    rows.append(_row(f"SWAP: average of {of_what}", phase3))
     rows.append(("critical path", "", "", f"{summary['time']['critical_path_seconds']:.1f}"))
     return _aligned(rows)
 

@@ -100,6 +100,7 @@ def train(
     group: Group,
     snapshots: Path,
     reporter: Reporter,
+    num_classes: int | None = None,
     at_epoch_end: Callable[[int], None] = lambda epoch: None,
 ) -> Record:
     """Train `network` in place, from its present weights or from the newest snapshot in the folder `snapshots`.
@@ -110,7 +111,8 @@ def train(
     _check(run, train_images, augment, group)
     set_up(network, compute, group)
     with autocast(compute.precision, group.device):
-        _try_out(network, {train_images.image_shape(run.view(epoch)) for epoch in range(run.epochs)}, group)
+        shapes = {train_images.image_shape(run.view(epoch)) for epoch in range(run.epochs)}
+        _try_out(network, shapes, num_classes, group)
     parallel: Callable[..., torch.Tensor] = _wrap(network, train_images.image_shape(run.view(0)), group)
     if compute.compile:
         # What is compiled is a wrapper: `network` itself, and with it the names in checkpoints, stay as they are.
@@ -233,19 +235,25 @@ def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
         network.to(memory_format=torch.channels_last)
 
 
-def _try_out(network: nn.Module, image_shapes: Set[tuple[int, ...]], group: Group) -> None:
-    """Find out with two blank images whether the network takes images of these sizes, before it is trained on one."""
+def _try_out(network: nn.Module, image_shapes: Set[tuple[int, ...]], num_classes: int | None, group: Group) -> None:
+    """Find out with two blank images, before training, whether the network takes these sizes and tells all classes."""
     for shape in sorted(image_shapes):
         network.eval()
         try:
             with torch.no_grad():
-                network(torch.zeros(2, *shape, device=group.device))
+                output = network(torch.zeros(2, *shape, device=group.device))
         except Exception as error:
             size, why = "×".join(map(str, shape[1:])), " ".join(str(error).split())
             raise SwapError(
                 f"the network of params.yaml (model) cannot take images of {size} pixels ({type(error).__name__}: "
                 f"{why}): change image_size or model.options, or take another one"
             ) from None
+        if num_classes is not None and getattr(output, "shape", None) != (2, num_classes):
+            found = f"{output.shape[1]} values" if getattr(output, "ndim", 0) == 2 else f"{type(output).__name__}"
+            raise SwapError(
+                f"the network of params.yaml (model) gives {found} for each image, but the data has {num_classes} "
+                f"classes: let it give one value for each class"
+            )
 
 
 def _check_that_all_learn(network: nn.Module, loss: torch.Tensor) -> None:

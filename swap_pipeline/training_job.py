@@ -179,6 +179,7 @@ def run_training_job(
                 group=group,
                 snapshots=folder.path,
                 reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
+                num_classes=len(meta.classes),
                 at_epoch_end=keep_model,
             )
         if group.is_main:

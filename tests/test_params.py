@@ -94,7 +94,11 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("phase1.batch_size", [], "phase1.batch_size is empty: write it as [[epoch, value], …]"),
         ("phase1.batch_size", [[1, 480]], "phase1.batch_size begins at epoch 1: begin at 0"),
         ("phase1.batch_size", [[0, 4], [0, 8]], "phase1.batch_size has epochs 0, 0: list them in rising order"),
-        ("phase1.lr_knots", [[0, 1], [24, 0]], "phase1.peak_lr has no effect beside phase1.lr_knots"),
+        (
+            "phase1.lr_knots",
+            [[0, 1], [24, 0]],
+            "phase1.peak_lr and phase1.warmup_epochs have no effect beside phase1.lr_knots",
+        ),
         ("phase1.min_scale", 0.5, "phase1.min_scale has no effect without phase1.image_size"),
         ("phase2.first_epoch", 5, "phase2.first_epoch has no effect where nothing is given by epoch"),
         ("small_batch.warmup_epochs", 99, "small_batch.warmup_epochs is 99, longer than small_batch.epochs"),

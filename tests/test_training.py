@@ -82,6 +82,7 @@ def train_here(
     compute: Compute = COMPUTE,
     optimizer: Optimizer = NESTEROV,
     at_epoch_end: Callable[[int], None] = lambda epoch: None,
+    num_classes: int = 4,
 ) -> Record:
     return train(
         run or a_run(),
@@ -95,6 +96,7 @@ def train_here(
         snapshots=folder,
         reporter=Reporter(name="test", total=3, folder=None, is_main=False),
         at_epoch_end=at_epoch_end,
+        num_classes=num_classes,
     )
 
 
@@ -194,6 +196,11 @@ def test_a_network_that_cannot_take_the_images_is_refused_before_it_trains(tmp_p
     with pytest.raises(SwapError, match=r"cannot take images of 8×8 pixels \(RuntimeError: .*: change image_size"):
         train_here(network, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_network_with_another_number_of_outputs_than_classes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SwapError, match=r"gives 4 values for each image, but the data has 3 classes"):
+        train_here(small_network(), tmp_path, num_classes=3)
 
 
 def test_trying_a_network_out_leaves_no_trace_in_it(tmp_path: Path) -> None:
