@@ -13,7 +13,6 @@ from swap_pipeline.data import Meta, Split, View, read_images, read_meta
 from swap_pipeline.distributed import Group, process_group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root
-from swap_pipeline.loader import FileImages
 from swap_pipeline.models import describe_network, load_pretrained, new_network
 from swap_pipeline.params import Augment, Compute, Model, Optimizer, Schedule
 from swap_pipeline.progress import Reporter
@@ -64,6 +63,7 @@ def open_data(*, root: str, test_crop: str, group: Group) -> tuple[Meta, Split, 
     meta = read_meta(PREPARED)
     if meta.in_memory:
         return meta, read_images(PREPARED, "train", group.device), read_images(PREPARED, "test", group.device)
+    from swap_pipeline.loader import FileImages  # with torchvision, which doubles the time that a rank needs to start
 
     def split(name: str) -> FileImages:
         return FileImages(PREPARED, name, meta, root=find_root(root), test_crop=test_crop, device=group.device)
