@@ -139,7 +139,7 @@ def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
     if is_own(name) and name != own:
         raise SwapError(
             f"{path} holds a network that is made by {name}, code that is not part of this package: "
-            f"if you trust it, say so with own={name!r} (swap predict --own {name})"
+            f"if you trust it, pass own={name!r} (swap predict --own {name})"
         )
     with said_of(path):
         _check(description)
