@@ -7,53 +7,57 @@ Phase 1 of SWAP: all devices train one model with large batches, until its train
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
+from swap_pipeline.instances import Instance
 from swap_pipeline.launch import job_on_all_devices, run_one
 from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.ranks import chosen_repeat, collects, is_rank, job_of_rank, run_stage
 from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)
-def main() -> None:
+@click.option("--repeat", default="0", help="for the comparisons: one of repeats; 0 is the plain pipeline")
+def main(repeat: str) -> None:
     params = read_params()
+    instance = Instance(method="phase1", repeat=chosen_repeat(repeat, params.repeats))
     if is_rank():
-        folder = job_of_rank("phase1")
-        train_phase1(params, folder)
+        folder = job_of_rank(instance)
+        train_phase1(params, instance, folder)
     else:
-        folder = run_one(job_on_all_devices("phase1", batch_size=params.phase1.batch_size))
+        folder = run_one(job_on_all_devices(instance, batch_size=params.phase1.batch_size))
     if collects():
-        folder.collect(checkpoints=Path("checkpoints/phase1"), record=Path("metrics/phase1.json"))
+        folder.collect(instance)
 
 
-def train_phase1(params: Params, folder: JobFolder) -> None:
+def train_phase1(params: Params, instance: Instance, folder: JobFolder) -> None:
     """Algorithm 1, phase 1, as one of its ranks."""
     from swap_pipeline.data import derive_seed
+    from swap_pipeline.distributed import process_group
     from swap_pipeline.training_job import make_run, run_training_job
 
     phase = params.phase1
-    run_training_job(
-        make_run(
-            phase,
-            name="phase1",
-            section="phase1",
-            seed=derive_seed("phase1", phase.seed),
-            epochs=phase.max_epochs,
-            stop_accuracy=phase.stop_accuracy,
-        ),
-        start=derive_seed("initial weights", phase.seed),
-        header={"phase": "phase1", "seed": phase.seed},
-        root=params.data.root,
-        test_crop=params.data.test_crop,
-        augment=params.data.augment,
-        model=params.model,
-        optimizer=params.optimizer,
-        compute=params.compute,
-        folder=folder,
-    )
+    with process_group() as group:
+        run_training_job(
+            make_run(
+                phase,
+                name=instance.name,
+                section="phase1",
+                seed=derive_seed("phase1", phase.seed, *instance.chance),
+                epochs=phase.max_epochs,
+                stop_accuracy=phase.stop_accuracy,
+            ),
+            start=derive_seed("initial weights", phase.seed, *instance.chance),
+            header={"phase": "phase1", "seed": phase.seed, **instance.header},
+            root=params.data.root,
+            test_crop=params.data.test_crop,
+            augment=params.data.augment,
+            model=params.model,
+            optimizer=params.optimizer,
+            compute=params.compute,
+            group=group,
+            folder=folder,
+        )
 
 
 if __name__ == "__main__":

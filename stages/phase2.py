@@ -8,40 +8,38 @@ Phase 2 of SWAP: a worker refines phase 1's model with small batches, in a data 
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import click
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.launch import pending_seeds, run_fan_out, worker_job
+from swap_pipeline.instances import Instance
+from swap_pipeline.launch import run_fan_out, worker_job
 from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.ranks import chosen_repeat, collects, is_rank, job_of_rank, run_stage
 from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)
 @click.option("--seed", "text", required=True, help="which worker, one of workers.seeds")
-def main(text: str) -> None:
+@click.option("--repeat", default="0", help="for the comparisons: one of repeats; 0 is the plain pipeline")
+def main(text: str, repeat: str) -> None:
     params = read_params()
     seed = chosen_seed(text, params.workers.seeds)
+    instance = Instance(method="phase2", repeat=chosen_repeat(repeat, params.repeats), seed=seed)
     if is_rank():
-        folder = job_of_rank("phase2", seed=seed)
-        train_worker(params, seed, folder)
+        folder = job_of_rank(instance)
+        train_worker(params, instance, folder)
     else:
         folder = run_fan_out(
-            seed,
-            others=lambda: pending_seeds("phase2", params.workers.seeds, asked=seed),
-            job=lambda seed: worker_job(
-                "phase2",
-                seed=seed,
-                processes=params.phase2.gpus_per_worker,
-                batch_size=params.phase2.batch_size,
+            instance,
+            others=[replace(instance, seed=other) for other in params.workers.seeds if other != seed],
+            job=lambda instance: worker_job(
+                instance, processes=params.phase2.gpus_per_worker, batch_size=params.phase2.batch_size
             ),
         )
     if collects():
-        folder.collect(
-            checkpoints=Path(f"checkpoints/phase2/seed_{seed}"), record=Path(f"metrics/phase2/seed_{seed}.json")
-        )
+        folder.collect(instance)
 
 
 def chosen_seed(text: str, listed: tuple[int, ...]) -> int:
@@ -51,35 +49,37 @@ def chosen_seed(text: str, listed: tuple[int, ...]) -> int:
     return int(text)
 
 
-def train_worker(params: Params, seed: int, folder: JobFolder) -> None:
+def train_worker(params: Params, instance: Instance, folder: JobFolder) -> None:
     """Algorithm 1, phase 2, for one w."""
     from swap_pipeline.data import derive_seed
-    from swap_pipeline.training_job import make_run, run_training_job
+    from swap_pipeline.distributed import process_group
+    from swap_pipeline.training_job import make_run, models_of_cycles, run_training_job
 
     phase = params.phase2
-    cycle = phase.epochs // phase.cycles
-    run_training_job(
-        make_run(
-            phase,
-            name=f"phase2 seed {seed}",
-            section="phase2",
-            seed=derive_seed("phase2", seed),
-            epochs=phase.epochs,
-            cycles=phase.cycles,
-            first_epoch=phase.first_epoch or 0,
-        ),
-        start=Path("checkpoints/phase1/model.safetensors"),
-        header={"phase": "phase2", "seed": seed},
-        root=params.data.root,
-        test_crop=params.data.test_crop,
-        augment=params.data.augment,
-        model=params.model,
-        optimizer=params.optimizer,
-        compute=params.compute,
-        folder=folder,
-        # The last cycle's model is the result itself.
-        keep={cycle * k: f"cycle_{k}.safetensors" for k in range(1, phase.cycles)},
-    )
+    assert instance.start is not None and instance.seed is not None
+    with process_group() as group:
+        run_training_job(
+            make_run(
+                phase,
+                name=instance.name,
+                section="phase2",
+                seed=derive_seed("phase2", instance.seed, *instance.chance),
+                epochs=phase.epochs,
+                cycles=phase.cycles,
+                first_epoch=phase.first_epoch or 0,
+            ),
+            start=instance.start.model,
+            header={"phase": "phase2", "seed": instance.seed, **instance.header},
+            root=params.data.root,
+            test_crop=params.data.test_crop,
+            augment=params.data.augment,
+            model=params.model,
+            optimizer=params.optimizer,
+            compute=params.compute,
+            group=group,
+            folder=folder,
+            keep=models_of_cycles(epochs=phase.epochs, cycles=phase.cycles),
+        )
 
 
 if __name__ == "__main__":

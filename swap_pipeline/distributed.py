@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,14 @@ class Group:
         """For people: `2 × cpu`, `8 × NVIDIA V100`."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return f"{self.world_size} × {name}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For records: what a job ran on. On CPU a device is a core, so that times can be compared."""
+        cores = self.world_size * torch.get_num_threads()
+        return {
+            "devices": self.describe(),
+            "num_devices": self.world_size if self.device.type == "cuda" else cores,
+        }
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add up `tensor` over all ranks, in place."""

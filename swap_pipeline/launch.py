@@ -21,10 +21,11 @@ from typing import Any
 
 from swap_pipeline import environment
 from swap_pipeline.errors import SwapError
+from swap_pipeline.instances import Instance
 from swap_pipeline.params import IntByEpoch, check_divisible
 from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE, Display
 from swap_pipeline.ranks import JOB, PARENT, Interrupted
-from swap_pipeline.scratch import JobFolder, Lock, job_folder, scratch_root, unlisted_code
+from swap_pipeline.scratch import JobFolder, Lock, declared_stage, job_folder, scratch_root, unlisted_code
 
 STDERR_FILE = "stderr.log"
 _MALLOC = {
@@ -68,17 +69,28 @@ def _gpus() -> tuple[str, ...]:
 class Job:
     """One program to run: some processes on some devices, with a scratch folder."""
 
-    stage: str
-    name: str
-    command: tuple[str, ...]
-    """module and arguments"""
+    instance: Instance
     processes: int
     threads: int
     num_devices: int
     folder: JobFolder
 
+    @property
+    def name(self) -> str:
+        return self.instance.name
 
-def job_on_all_devices(stage: str, *, batch_size: IntByEpoch | None = None) -> Job:
+
+def _job(instance: Instance, machine: Machine, *, processes: int, threads: int, num_devices: int) -> Job:
+    return Job(
+        instance=instance,
+        processes=processes,
+        threads=threads,
+        num_devices=num_devices,
+        folder=job_folder(instance, device_type=machine.device_type, processes=processes, threads=threads),
+    )
+
+
+def job_on_all_devices(instance: Instance, *, section: str = "", batch_size: IntByEpoch | None = None) -> Job:
     """Phases 1 and 3: one job that has the machine to itself."""
     machine = this_machine()
     # On CPU two ranks are as fast as one with two threads and show that the ranks work; more would leave batch norm
@@ -88,45 +100,49 @@ def job_on_all_devices(stage: str, *, batch_size: IntByEpoch | None = None) -> J
     if machine.device_type == "cuda" and processes > len(machine.devices):
         raise SwapError(f"SWAP_NPROC is {processes}, but there are {len(machine.devices)} GPUs: lower it")
     if batch_size is not None:
-        check_divisible(f"{stage}.batch_size", batch_size, processes, remedy="set SWAP_NPROC to")
-    threads = max(1, machine.cores // processes)
-    return Job(
-        stage=stage,
-        name=stage,
-        command=(f"stages.{stage}",),
+        key = f"{section or instance.method}.batch_size"
+        check_divisible(key, batch_size, processes, remedy="set SWAP_NPROC to")
+    return _job(
+        instance,
+        machine,
         processes=processes,
-        threads=threads,
+        threads=max(1, machine.cores // processes),
         num_devices=processes if machine.device_type == "cuda" else len(machine.devices),
-        folder=job_folder(stage, item={}, device_type=machine.device_type, processes=processes, threads=threads),
     )
 
 
-def worker_job(stage: str, *, seed: int, processes: int, batch_size: IntByEpoch) -> Job:
-    """Phase 2: a worker with devices of its own. On a CPU a device is a core, and a process has one thread, always:
-    the number of threads changes the bytes and must not depend on how many workers there are."""
+def worker_job(instance: Instance, *, processes: int, batch_size: IntByEpoch) -> Job:
+    """Phase 2: a worker with devices of its own."""
     machine = this_machine()
-    check_divisible(f"{stage}.batch_size", batch_size, processes, remedy=f"set {stage}.gpus_per_worker to")
+    check_divisible("phase2.batch_size", batch_size, processes, remedy="set phase2.gpus_per_worker to")
     if processes > len(machine.devices):
         what = "GPUs" if machine.device_type == "cuda" else "CPU cores, which stand in for GPUs"
         raise SwapError(
-            f"params.yaml: {stage}.gpus_per_worker is {processes}, but this machine has {len(machine.devices)} {what}"
+            f"params.yaml: phase2.gpus_per_worker is {processes}, but this machine has {len(machine.devices)} {what}"
         )
+    return _job_on_some_devices(instance, machine, processes)
+
+
+def baseline_job(instance: Instance, *, gpus: int, batch_size: IntByEpoch, section: str = "") -> Job:
+    """A comparison: `gpus` devices, or all if there are fewer. On a CPU that is one core, or all as in phase 1."""
+    machine = this_machine()
+    if gpus > 1 and (gpus >= len(machine.devices) or machine.device_type == "cpu"):
+        return job_on_all_devices(instance, section=section, batch_size=batch_size)
+    section = section or instance.method
+    knob = "phase2.gpus_per_worker" if section == "phase2" else f"{section}.gpus"
+    check_divisible(f"{section}.batch_size", batch_size, gpus, remedy=f"set {knob} to")
+    return _job_on_some_devices(instance, machine, gpus)
+
+
+def _job_on_some_devices(instance: Instance, machine: Machine, processes: int) -> Job:
+    """On a CPU a device is a core, and a process has one thread, always: the number of threads changes the bytes and
+    must not depend on how many jobs there are."""
     threads = 1 if machine.device_type == "cpu" else max(1, machine.cores // len(machine.devices))
-    return Job(
-        stage=stage,
-        name=f"{stage} seed {seed}",
-        command=(f"stages.{stage}", "--seed", str(seed)),
-        processes=processes,
-        threads=threads,
-        num_devices=processes,
-        folder=job_folder(
-            stage, item={"seed": seed}, device_type=machine.device_type, processes=processes, threads=threads
-        ),
-    )
+    return _job(instance, machine, processes=processes, threads=threads, num_devices=processes)
 
 
-def pending_seeds(stage: str, seeds: Sequence[int], *, asked: int) -> list[int]:
-    """The seeds beside `asked` whose instance DVC would run too: not up to date, nor to be had from its cache.
+def pending(instances: Sequence[Instance], *, asked: Instance) -> list[Instance]:
+    """Those that DVC would run too: not up to date, nor to be had from its cache, but with all they start from.
 
     Only DVC itself knows, so it is asked. Without DVC, or with SWAP_FANOUT=0, there are none.
     """
@@ -137,26 +153,31 @@ def pending_seeds(stage: str, seeds: Sequence[int], *, asked: int) -> list[int]:
     from dvc.stage.cache import RunCacheNotFoundError
     from dvc_data.hashfile.hash_info import HashInfo
 
-    def would_run(instance: Any) -> bool:
-        if not (instance.changed_stage() or instance.changed_deps()):
+    def load(instance: Instance) -> Any:
+        return repo.stage.load_one(path=instance.stage_file, name=instance.stage_name)
+
+    def would_run(instance: Instance) -> bool:
+        if instance.start is not None and instance.start != asked.start and load(instance.start).changed():
+            return False
+        stage = load(instance)
+        if not (stage.changed_stage() or stage.changed_deps()):
             # As in dvc.lock: DVC keeps the outs, or checks them out of its cache.
-            return bool(instance.changed_outs() and not instance.outs_cached())
-        instance.save_deps()
-        for out in instance.outs:
+            return bool(stage.changed_outs() and not stage.outs_cached())
+        stage.save_deps()
+        for out in stage.outs:
             out.hash_info = HashInfo()  # what dvc.lock says of them belongs to the old deps
         try:
-            repo.stage_cache.restore(instance, dry=True)
+            repo.stage_cache.restore(stage, dry=True)
         except RunCacheNotFoundError:
             return True
         return False
 
     try:
         with _quiet_dvc(), Repo() as repo, repo.lock:
-            instances = {seed: repo.stage.load_one(name=f"{stage}@{seed}") for seed in seeds if seed != asked}
-            return [seed for seed, instance in instances.items() if would_run(instance)]
+            return [instance for instance in instances if would_run(instance)]
     except DvcException as error:
         # For example because another dvc is at work in this checkout. To train alone is slower, but never wrong.
-        print(f"{stage} seed {asked} trains alone, since DVC cannot say which others are pending: {error}", flush=True)
+        print(f"{asked.name} trains alone, since DVC cannot say which others are pending: {error}", flush=True)
         return []
 
 
@@ -183,16 +204,19 @@ def run_one(job: Job) -> JobFolder:
     return job.folder
 
 
-def run_fan_out(seed: int, *, others: Callable[[], Sequence[int]], job: Callable[[int], Job]) -> JobFolder:
-    """Run the worker of `seed`, and the `others` beside it; returns its own folder, with the result in it.
+def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[Instance], Job]) -> JobFolder:
+    """Run the job of an instance, and beside it, as devices allow, the pending ones of `others`; returns its folder.
 
-    A worker that fails does not disturb the rest. What became of the others is told when their turn comes.
+    A job that fails does not disturb the rest. What became of the others is told when their turn comes.
     """
-    own = job(seed)
+    own = job(asked)
+    _say_unlisted(own)
     if own.folder.is_complete:
         _say_taken(own)
     else:
-        failures = run_jobs([own, *(job(other) for other in others())])
+        alone = own.num_devices == len(this_machine().devices)
+        beside = [] if alone else pending(others, asked=asked)
+        failures = run_jobs([own, *(job(other) for other in beside)])
         for name in sorted(failures.keys() - {own.name}):
             print(f"{name} failed and will be tried again at its turn", file=sys.stderr, flush=True)
         if own.name in failures:
@@ -201,18 +225,17 @@ def run_fan_out(seed: int, *, others: Callable[[], Sequence[int]], job: Callable
 
 
 def _say_unlisted(job: Job) -> None:
-    """Once, in the first phase, is enough."""
-    if job.stage != "phase1":
+    """Once, in the first of the stages, is enough."""
+    if job.instance.stage not in ("phase1", "small_batch"):
         return
     from ruamel.yaml import YAML
 
-    yaml = YAML(typ="safe", pure=True)
-    declared = yaml.load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"][job.stage]["deps"]
-    network = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))["model"]["name"]
-    for file in unlisted_code(declared, network):
+    params = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text(encoding="utf-8"))
+    deps, _ = declared_stage(job.instance)
+    for file in unlisted_code(deps, params["model"]["name"]):
         print(
-            f"note: {file} makes the network, but DVC does not know: list it under the deps of phase1, phase2 and "
-            f"phase3 in dvc.yaml, so that `dvc repro` notices when you change it",
+            f"note: {file} makes the network, but DVC does not know: list it in {job.instance.stage_file} under the "
+            f"deps of every stage that trains or averages, so that `dvc repro` notices when you change it",
             flush=True,
         )
 
@@ -241,6 +264,8 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                         waiting.remove(job)
                         running.append(started)
                         display.watch(job.name, job.folder.path)
+                if waiting and not running:
+                    display.say_once(f"{waiting[0].name}: waiting, its devices are in use by another process")
                 for work in [work for work in running if work.is_over()]:
                     running.remove(work)
                     work.release()
@@ -248,8 +273,6 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                         failures[work.job.name] = failure
                         if len(jobs) > 1:
                             display.say(f"{work.job.name}: {failure.splitlines()[0]}")
-                if waiting and not running:
-                    display.say_once(f"{waiting[0].name}: waiting, its devices are in use by another process")
                 display.refresh()
                 if waiting or running:
                     time.sleep(0.1)
@@ -312,11 +335,11 @@ class _Running:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         if job.processes == 1:
             # torchrun would add a second process with torch in it, to watch over this one.
-            command = [sys.executable, "-m", *job.command]
+            command = [sys.executable, "-m", *job.instance.command]
             variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         else:
             command = [sys.executable, "-m", "swap_pipeline.torchrun", "--standalone"]
-            command += ["--nproc-per-node", str(job.processes), "-m", *job.command]
+            command += ["--nproc-per-node", str(job.processes), "-m", *job.instance.command]
         with (folder / STDOUT_FILE).open("wb") as out, (folder / STDERR_FILE).open("wb") as err:
             self._process = subprocess.Popen(
                 command,

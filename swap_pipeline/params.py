@@ -136,7 +136,16 @@ class Baseline(Schedule):
     """Plain training, to compare with."""
 
     epochs: int = knob("length of the run", minimum=1)
-    gpus: int = knob("GPUs that the paper gave it", minimum=1)
+    gpus: int = knob("GPUs that train it together, or as many as there are", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swa:
+    """SWA, to compare with: one model after another, each at the end of a cycle of the learning rate."""
+
+    peak_lr: float = knob("learning rate at the beginning of a cycle, from which it falls to 0", above=0)
+    models: int | None = optional("how many to sample and average; if left out, as many as SWAP averages", minimum=1)
+    cycle_epochs: int | None = optional("epochs a model; if left out, as many as SWAP's workers take", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,8 +178,16 @@ class Params:
     phase2: Phase2
     workers: Workers
     phase3: Phase3
-    small_batch: Baseline
-    large_batch: Baseline
+    repeats: tuple[int, ...] = knob(
+        "the comparisons' further runs, each with other weights and another order of the data",
+        minimum=0,
+        maximum=2**63 - 1,
+    )
+    small_batch: Baseline | None = optional("plain training with small batches")
+    large_batch: Baseline | None = optional("plain training with large batches")
+    swa_large_batch: Swa | None = optional("SWA after and with large batches")
+    swa_large_then_small: Swa | None = optional("SWA with small batches after phase 1")
+    swa_small_batch: Swa | None = optional("SWA after and with small batches")
 
 
 def read_params(path: Path = Path("params.yaml")) -> Params:
@@ -204,8 +221,9 @@ def _check_together(params: Params) -> None:
     """Rules that involve more than one entry."""
     _check_schedule("phase1", params.phase1, epochs=params.phase1.max_epochs, length="max_epochs")
     _check_schedule("phase2", params.phase2, epochs=params.phase2.epochs, cycles=params.phase2.cycles)
-    _check_schedule("small_batch", params.small_batch, epochs=params.small_batch.epochs)
-    _check_schedule("large_batch", params.large_batch, epochs=params.large_batch.epochs)
+    for name, baseline in (("small_batch", params.small_batch), ("large_batch", params.large_batch)):
+        if baseline is not None:
+            _check_schedule(name, baseline, epochs=baseline.epochs)
     if params.model.pretrained and params.model.zero_init_last_gamma:
         raise SwapError(
             "model.zero_init_last_gamma has no effect on published weights (model.pretrained): set it to false"
@@ -215,13 +233,19 @@ def _check_together(params: Params) -> None:
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but in percent: write {meant:g}")
     if params.optimizer.nesterov and params.optimizer.momentum == 0:
         raise SwapError("optimizer.nesterov is true but optimizer.momentum is 0: set a momentum or nesterov: false")
-    seeds = params.workers.seeds
-    if not seeds:
+    if not params.workers.seeds:
         raise SwapError("workers.seeds is empty: list at least one seed, for example [0, 1, 2, 3]")
+    _check_distinct("workers.seeds", params.workers.seeds)
+    _check_distinct("repeats", params.repeats)
+    if 0 in params.repeats:
+        raise SwapError("repeats lists 0, but that is the plain pipeline, which always takes part: leave it out")
+
+
+def _check_distinct(key: str, seeds: tuple[int, ...]) -> None:
     twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
     if twice:
         raise SwapError(
-            f"workers.seeds lists {', '.join(map(str, twice))} more than once: "
+            f"{key} lists {', '.join(map(str, twice))} more than once: "
             f"equal seeds give equal models, so list each one once"
         )
 

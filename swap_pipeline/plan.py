@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from swap_pipeline.data import steps_per_epoch
 from swap_pipeline.errors import SwapError
+from swap_pipeline.instances import SWA_STARTS
 from swap_pipeline.params import Baseline, Params, Schedule, check_divisible
 from swap_pipeline.schedules import PiecewiseLinear, Steps, by_epoch, learning_rate_of
 
@@ -144,14 +145,19 @@ class Plan:
     may_end_early: bool
     """phase 1 is planned for all of its epochs, but ends when its training accuracy passes τ"""
     phase3: StatisticsPlan
-    small_batch: RunPlan
-    large_batch: RunPlan
+    small_batch: RunPlan | None
+    large_batch: RunPlan | None
     memory_bytes: int
     """a device's weights, gradients and momentum, without activations"""
     checkpoint_bytes: int
     num_checkpoints: int
     snapshot_bytes: int
     notes: tuple[str, ...]
+
+    @property
+    def baselines(self) -> tuple[RunPlan, ...]:
+        """Those that params have a section for."""
+        return tuple(run for run in (self.small_batch, self.large_batch) if run is not None)
 
     @property
     def flops(self) -> int:
@@ -161,13 +167,18 @@ class Plan:
 
 def image_sizes(params: Params, data: DataFacts) -> tuple[Size, ...]:
     """All sizes that occur, the first of phase 1 first."""
-    runs = {
+    runs: dict[str, Schedule | None] = {
         "phase1": params.phase1,
         "phase2": params.phase2,
         "small_batch": params.small_batch,
         "large_batch": params.large_batch,
     }
-    sizes = [_square(side, data) for section, given in runs.items() for side in _sides_of(section, given, data).values]
+    sizes = [
+        _square(side, data)
+        for section, given in runs.items()
+        if given is not None
+        for side in _sides_of(section, given, data).values
+    ]
     return tuple(dict.fromkeys(sizes))
 
 
@@ -216,6 +227,7 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
     )
     small_batch = _plan_baseline("small_batch", params.small_batch, data=data, network=network)
     large_batch = _plan_baseline("large_batch", params.large_batch, data=data, network=network)
+    baselines = tuple(run for run in (small_batch, large_batch) if run is not None)
     momentum_bytes = network.gradient_bytes if params.optimizer.momentum else 0
     return Plan(
         data=data,
@@ -234,20 +246,23 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         checkpoint_bytes=network.state_bytes,
         num_checkpoints=1 + phase3.num_models + 1,
         snapshot_bytes=network.state_bytes + momentum_bytes,
-        notes=tuple(
-            _notes(
-                (phase1, worker, small_batch, large_batch),
+        notes=(
+            *_notes(
+                (phase1, worker, *baselines),
                 network=network,
                 devices=devices,
                 num_workers=num_workers,
                 slots=slots,
                 stop_accuracy=params.phase1.stop_accuracy,
-            )
+            ),
+            *_note_of_comparisons(params, phase1=phase1, worker=worker, baselines=baselines, num_train=data.num_train),
         ),
     )
 
 
-def _plan_baseline(section: str, given: Baseline, *, data: DataFacts, network: NetworkFacts) -> RunPlan:
+def _plan_baseline(section: str, given: Baseline | None, *, data: DataFacts, network: NetworkFacts) -> RunPlan | None:
+    if given is None:
+        return None
     check_divisible(f"{section}.batch_size", given.batch_size, given.gpus, remedy=f"set {section}.gpus to")
     return _plan_run(
         section, given, epochs=given.epochs, processes=given.gpus, devices=given.gpus, data=data, network=network
@@ -276,8 +291,10 @@ def _plan_run(
         batch_size = batch_sizes(first)
         per_epoch = steps_per_epoch(data.num_train, batch_size)
         if per_epoch == 0:
+            remedy = f", or remove {section} if no comparison is wanted" if isinstance(given, Baseline) else ""
             raise SwapError(
                 f"{section}.batch_size is {batch_size}, more than the {data.num_train:,} training images: lower it"
+                f"{remedy}"
             )
         steps = _steps_before(last, per_epoch) - _steps_before(first, per_epoch)
         stretches.append(
@@ -402,8 +419,34 @@ def _notes(
         notes.append("the network has no batch norm: phase 3 averages and has no statistics to compute")
     for run in runs[2:]:
         if run.devices > devices.count:
-            notes.append(f"{run.section} is planned for its {run.devices} devices, more than the {devices.count} here")
+            notes.append(
+                f"{run.section} is planned for its {run.devices} devices; on the {devices.count} here it takes longer"
+            )
     return notes
+
+
+def _note_of_comparisons(
+    params: Params, *, phase1: RunPlan, worker: RunPlan, baselines: tuple[RunPlan, ...], num_train: int
+) -> list[str]:
+    """What `dvc repro comparisons/dvc.yaml` trains: all that SWAP is compared with, and in a repeat SWAP too."""
+    num_workers, cycles = len(params.workers.seeds), params.phase2.cycles
+    samples = [run.samples for run in baselines]
+    goes_on_with = {"phase1": worker, **{run.section: run for run in baselines}}
+    for method, start in SWA_STARTS.items():
+        swa = getattr(params, method)
+        if swa is not None and start in goes_on_with:
+            epochs = (swa.models or num_workers * cycles) * (swa.cycle_epochs or params.phase2.epochs // cycles)
+            batch_size = goes_on_with[start].stretches[-1].batch_size
+            samples.append(epochs * steps_per_epoch(num_train, batch_size) * batch_size)
+    repeats = len(params.repeats)
+    again = len(samples) + 1 + num_workers
+    num_runs = len(samples) + repeats * again
+    if num_runs == 0:
+        return []
+    further = f" and {again} in each of {counted(repeats, 'repeat')}, {num_runs} in all" if repeats else ""
+    num_samples = sum(samples) + repeats * (sum(samples) + phase1.samples + num_workers * worker.samples)
+    runs = f"{counted(len(samples), 'training run')}{further}"
+    return [f"dvc repro comparisons/dvc.yaml adds {runs}, with {num_samples:,} samples"]
 
 
 def counted(count: int, thing: str) -> str:

@@ -44,8 +44,7 @@ def draw(plan: Plan, path: Path, *, title: str) -> None:
         runs = {
             "phase 1, at most" if plan.may_end_early else "phase 1": (plan.phase1, 0),
             f"phase 2, W = {plan.num_workers}": (plan.worker, handover),
-            "small batch": (plan.small_batch, 0),
-            "large batch": (plan.large_batch, 0),
+            **{run.section.replace("_", " "): (run, 0) for run in plan.baselines},
         }
         for label, (run, start) in runs.items():
             style = _STYLES[run.section]

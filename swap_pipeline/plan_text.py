@@ -18,19 +18,20 @@ _NAMES = {"phase1": "phase 1", "phase2": "phase 2", "small_batch": "small batch"
 
 
 def json_of(forecast: Forecast) -> str:
-    """All numbers, with the names that they have in code."""
+    """All numbers, with the names that they have in code; without what params have no section for."""
     plan = forecast.plan
     network = {
         **_fields(plan.network),
         "flops": {_pixels(size): dataclasses.asdict(flops) for size, flops in plan.network.flops.items()},
     }
-    parts = {name: _plain(value) for name, value in _fields(plan).items() if name != "network"}
+    parts = {name: _plain(value) for name, value in _fields(plan).items() if name != "network" and value is not None}
+    times = {name: _plain(value) for name, value in _fields(forecast.times).items() if value is not None}
     tree = {
         **parts,
         "network": network,
         "flops": plan.flops,
         "throughput": _plain(forecast.throughput),
-        "times": _plain(forecast.times),
+        "times": times,
     }
     return json.dumps(tree, indent=2, ensure_ascii=False)
 
@@ -126,13 +127,13 @@ def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
         "–",
     )
     yield "SWAP, all phases", f"{plan.devices.count:,}", "", "", "", _si(plan.flops), ""
-    yield row("small batch", plan.small_batch)
-    yield row("large batch", plan.large_batch)
+    for run in plan.baselines:
+        yield row(_NAMES[run.section], run)
 
 
 def _over_time(plan: Plan) -> Iterator[tuple[str, ...]]:
     yield "", "epochs", "learning rate", "batch", "a device", "image", "steps"
-    for run in (plan.phase1, plan.worker, plan.small_batch, plan.large_batch):
+    for run in (plan.phase1, plan.worker, *plan.baselines):
         for index, part in enumerate(run.stretches):
             rates = dict.fromkeys((f"{part.first_rate:.4g}", f"{part.last_rate:.4g}"))
             yield (
@@ -171,8 +172,8 @@ def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
     yield row("phase 3", times.phase3)
     yield row("SWAP on these devices", times.total)
     yield "critical path: devices for every worker", duration(times.critical_path), ""
-    yield row(f"small batch on {counted(plan.small_batch.devices, 'device')}", times.small_batch)
-    yield row(f"large batch on {counted(plan.large_batch.devices, 'device')}", times.large_batch)
+    for run in plan.baselines:
+        yield row(f"{_NAMES[run.section]} on {counted(run.devices, 'device')}", getattr(times, run.section))
 
 
 def duration(seconds: float) -> str:

@@ -39,8 +39,8 @@ class Times:
     """all of SWAP on the devices of the plan"""
     critical_path: float
     """seconds with devices for every worker at the same time, as in the report of a run"""
-    small_batch: Expected
-    large_batch: Expected
+    small_batch: Expected | None
+    large_batch: Expected | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ def expected_times(plan: Plan, throughput: Throughput) -> Times:
         phase3=statistics,
         total=_sum(phase1, phase2, statistics),
         critical_path=_sum(phase1, worker, statistics).seconds,
-        small_batch=of_run(plan.small_batch),
-        large_batch=of_run(plan.large_batch),
+        small_batch=None if plan.small_batch is None else of_run(plan.small_batch),
+        large_batch=None if plan.large_batch is None else of_run(plan.large_batch),
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from swap_pipeline.environment import device_type
 from swap_pipeline.errors import SwapError
+from swap_pipeline.instances import Instance
+from swap_pipeline.params import Params
 from swap_pipeline.scratch import JobFolder, job_folder
 
 JOB = "SWAP_JOB"
@@ -33,7 +35,22 @@ def is_rank() -> bool:
     return JOB in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def job_of_rank(stage: str, **item: Any) -> JobFolder:
+def chosen_repeat(text: str, listed: tuple[int, ...]) -> int:
+    """0, which is the plain pipeline, or one of `repeats`."""
+    if text not in map(str, (0, *listed)):
+        raise SwapError(f"--repeat {text} is not in repeats {list(listed)}: add it there first")
+    return int(text)
+
+
+def chosen_section(params: Params, name: str) -> Any:
+    """A section of `params.yaml` that only comparisons need."""
+    section = getattr(params, name)
+    if section is None:
+        raise SwapError(f"params.yaml: {name} is missing: add that section, or take it over from a file in recipes/")
+    return section
+
+
+def job_of_rank(instance: Instance) -> JobFolder:
     """The scratch folder of the job that this rank belongs to, also where torchrun was started by hand.
 
     A worker may have waited for its device. If params or dependencies have changed since its folder was named after
@@ -42,14 +59,13 @@ def job_of_rank(stage: str, **item: Any) -> JobFolder:
     import torch
 
     folder = job_folder(
-        stage,
-        item=item,
+        instance,
         device_type=device_type(has_gpu=torch.cuda.is_available()),
         processes=int(os.environ["WORLD_SIZE"]),
         threads=torch.get_num_threads(),
     )
     if JOB in os.environ and Path(os.environ[JOB]).name != folder.path.name:
-        raise SwapError(f"{stage}: params.yaml or a dependency changed after the start: run `dvc repro` again")
+        raise SwapError(f"{instance.name}: params.yaml or a dependency changed after the start: run `dvc repro` again")
     return JobFolder(Path(os.environ[JOB])) if JOB in os.environ else folder
 
 

@@ -57,14 +57,14 @@ def result_table(phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, A
     of_what = "the workers" if phase3["models"] == len(workers) else f"{phase3['models']} models"
     rows.append(_row(f"SWAP: average of {of_what}", phase3))
     rows.append(("critical path", "", "", f"{summary['time']['critical_path_seconds']:.1f}"))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _row(name: str, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
     return name, f"{record['test_accuracy']:.2f}", f"{record['test_loss']:.4f}", f"{record['seconds']:.1f}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
     def line(row: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from swap_pipeline.params import Schedule
 
@@ -53,6 +53,21 @@ def learning_rate_of(given: Schedule, *, epochs: int, cycles: int = 1, first_epo
     cycle = warmup_then_decay(peak=given.peak_lr, warmup_epochs=given.warmup_epochs, epochs=length)
     return PiecewiseLinear(
         tuple(k * length + epoch for k in range(cycles) for epoch in cycle.epochs), tuple(cycle.values) * cycles
+    )
+
+
+def cyclic_after(given: Schedule, *, peak_lr: float) -> Schedule:
+    """Batches and images as they are when `given` ends; the learning rate of each cycle from `peak_lr` down to 0."""
+
+    def last(value: Any) -> Any:
+        return value[-1][1] if isinstance(value, tuple) else value
+
+    return Schedule(
+        batch_size=last(given.batch_size),
+        peak_lr=peak_lr,
+        warmup_epochs=0,
+        image_size=last(given.image_size),
+        min_scale=last(given.min_scale),
     )
 
 

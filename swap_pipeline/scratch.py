@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from swap_pipeline.errors import SwapError
+from swap_pipeline.files import read_json, write_json
+from swap_pipeline.instances import Instance
 from swap_pipeline.own_network import source_file
 
 RESULT = "result"
@@ -32,40 +34,53 @@ def scratch_root() -> Path:
     return Path(os.environ.get("DVC_ROOT", ".")) / ".swap"
 
 
-def job_folder(stage: str, *, item: Mapping[str, Any], device_type: str, processes: int, threads: int) -> JobFolder:
+def job_folder(instance: Instance, *, device_type: str, processes: int, threads: int) -> JobFolder:
     """Where this job works: named after everything that can change its result."""
     facts: dict[str, Any] = {"device": device_type, "processes": processes}
     if device_type == "cpu":
         facts["threads"] = threads
-    return JobFolder(scratch_root() / stage / fingerprint(stage, item=item, facts=facts))
+    return JobFolder(scratch_root() / instance.stage / fingerprint(instance, facts=facts))
 
 
-def fingerprint(stage: str, *, item: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """A hash of everything that `dvc.yaml` lists for the stage, of its matrix `item` and of further `facts`."""
+def declared_stage(instance: Instance) -> tuple[list[str], list[str]]:
+    """What `dvc.yaml` lists for the instance: deps and params."""
     from ruamel.yaml import YAML
 
-    yaml = YAML(typ="safe", pure=True)
-    declared = yaml.load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"][stage]
-    params = yaml.load(Path("params.yaml").read_text(encoding="utf-8"))
-    deps = [*declared["deps"], *unlisted_code(declared["deps"], params["model"]["name"])]
+    tree = YAML(typ="safe", pure=True).load(Path(instance.stage_file).read_text(encoding="utf-8"))
+    declared = tree["stages"][instance.stage]
+
+    def filled_in(text: str) -> str:
+        for key, value in instance.item.items():
+            text = text.replace(f"${{item.{key}}}", str(value))
+        return text
+
+    return [filled_in(path) for path in declared["deps"]], declared["params"]
+
+
+def fingerprint(instance: Instance, *, facts: Mapping[str, Any]) -> str:
+    """A hash of everything that `dvc.yaml` lists for the instance, of its matrix item and of further `facts`."""
+    from ruamel.yaml import YAML
+
+    deps, keys = declared_stage(instance)
+    params = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text(encoding="utf-8"))
     content = {
-        "stage": stage,
-        "item": dict(item),
+        "stage": instance.stage,
+        "item": instance.item,
         "facts": {**facts, "torch": importlib.metadata.version("torch")},
-        "deps": {str(path): _hash_path(Path(path)) for path in deps},
-        "params": {key: _lookup(params, key) for key in declared["params"]},
+        "deps": {path: _hash_path(Path(path)) for path in (*deps, *unlisted_code(deps, params["model"]["name"]))},
+        "params": {key: _lookup(params, key) for key in keys},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def unlisted_code(deps: Collection[str], network: str) -> list[Path]:
+def unlisted_code(deps: Collection[str], network: str) -> list[str]:
     """The file of a user's own network, if a stage's deps in `dvc.yaml` leave it out.
 
     DVC then does not notice an edit, but scratch must: what was trained with other code is another job's.
     """
     file = source_file(network)
     covered = file is None or any(file == Path(dep) or Path(dep) in file.parents for dep in deps)
-    return [] if covered or file is None else [file]
+    return [] if covered or file is None else [str(file)]
 
 
 def _lookup(tree: Any, dotted: str) -> Any:
@@ -137,15 +152,27 @@ class JobFolder:
         finally:
             lock.release()
 
-    def collect(self, *, checkpoints: Path, record: Path) -> None:
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def collect(self, instance: Instance) -> None:
         """Put the result where DVC expects it: links where the file system allows, else copies, never moves."""
-        made = sorted(self.result.glob("*.safetensors"))
+        made, checkpoints = sorted(self.result.glob("*.safetensors")), instance.checkpoints
         checkpoints.mkdir(parents=True, exist_ok=True)
         for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
             stale.unlink()
         for path in made:
             _link_or_copy(path, checkpoints / path.name)
-        _link_or_copy(self.result / "record.json", record)
+        _link_or_copy(self.result / "record.json", instance.record)
+
+
+def write_headline(instance: Instance) -> None:
+    """A comparison's figures for `dvc exp show`, which finds them in git: those of repeat 0."""
+    if instance.repeat == 0:
+        record = read_json(instance.record)
+        shown = ("test_accuracy", "test_top5", "test_loss", "train_accuracy", "seconds")
+        figures = {key: record[key] for key in shown if key in record}
+        write_json(Path("comparisons") / f"{instance.method}.json", {instance.method: figures})
 
 
 def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:

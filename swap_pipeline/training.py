@@ -29,6 +29,10 @@ from swap_pipeline.progress import Reporter
 from swap_pipeline.scratch import JobFolder
 
 
+CLASSES_FOR_TOP5 = 100
+"""With fewer classes, five guesses say little."""
+
+
 def as_prepared(epoch: float) -> None:
     """The view of images in memory."""
 
@@ -64,7 +68,23 @@ class Epoch:
     train_accuracy: float
     test_loss: float
     test_accuracy: float
+    test_top5: float | None
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """How well a network does on the test images."""
+
+    loss: float
+    accuracy: float
+    """in percent"""
+    top5: float | None
+    """share of images whose class is among the first five guesses, in percent; None below 100 classes"""
+
+    def as_json(self) -> dict[str, float]:
+        top5 = {} if self.top5 is None else {"test_top5": self.top5}
+        return {"test_accuracy": self.accuracy, "test_loss": self.loss, **top5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +97,13 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         last = self.curve[-1]
+        score = Score(loss=last.test_loss, accuracy=last.test_accuracy, top5=last.test_top5)
         return {
             "curve": [asdict(row) for row in self.curve],
             "epochs": len(self.curve),
             "stopped_by": self.stopped_by,
             "train_accuracy": last.train_accuracy,
-            "test_accuracy": last.test_accuracy,
-            "test_loss": last.test_loss,
+            **score.as_json(),
             "seconds": sum(row.seconds for row in self.curve),
         }
 
@@ -175,15 +195,16 @@ def train(
         seconds = time.perf_counter() - began
 
         average_buffers(network, group)
-        test_loss, test_accuracy = evaluate(network, test_images, group=group, precision=compute.precision, view=view)
+        test = evaluate(network, test_images, group=group, precision=compute.precision, view=view)
         seen = steps * batch_size
         row = Epoch(
             epoch=epoch + 1,
             learning_rate=rate,
             train_loss=loss_sum / seen,
             train_accuracy=100 * hits / seen,
-            test_loss=test_loss,
-            test_accuracy=test_accuracy,
+            test_loss=test.loss,
+            test_accuracy=test.accuracy,
+            test_top5=test.top5,
             seconds=seconds,
         )
         curve.append(row)
@@ -420,19 +441,27 @@ def average_buffers(network: nn.Module, group: Group) -> None:
 @torch.inference_mode()
 def evaluate(
     network: nn.Module, images: Split, *, group: Group, precision: Precision = "fp32", view: View | None = None
-) -> tuple[float, float]:
-    """Mean cross-entropy and accuracy in percent, over all ranks."""
+) -> Score:
+    """Mean cross-entropy and accuracies, over all ranks."""
     network.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=group.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=group.device)  # loss, hits, hits of the first five
+    top5 = False
     for batch, labels in images.test_batches(
         batch_size=eval_batch_size(), rank=group.rank, world_size=group.world_size, view=view
     ):
         with autocast(precision, group.device):
             logits = network(batch)
+        top5 = logits.shape[1] >= CLASSES_FOR_TOP5
         sums[0] += nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
         sums[1] += (logits.argmax(dim=1) == labels).sum()
-    loss_sum, hits = group.sum(sums).tolist()
-    return loss_sum / len(images), 100 * hits / len(images)
+        if top5:
+            sums[2] += (logits.topk(5, dim=1).indices == labels[:, None]).sum()
+    loss_sum, hits, hits_of_five = group.sum(sums).tolist()
+    return Score(
+        loss=loss_sum / len(images),
+        accuracy=100 * hits / len(images),
+        top5=100 * hits_of_five / len(images) if top5 else None,
+    )
 
 
 def _keep(folder: Path, network: nn.Module, sgd: _Sgd, curve: list[Epoch]) -> None:

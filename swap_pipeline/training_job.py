@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from swap_pipeline.checkpoint import TensorFile, load_weights, write_tensors
 from swap_pipeline.data import Meta, Split, View, read_images, read_meta
-from swap_pipeline.distributed import Group, process_group
+from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root
 from swap_pipeline.models import describe_network, load_pretrained, new_network
@@ -45,6 +46,11 @@ def make_run(
         view=_view_of(given, first_epoch),
         stop_accuracy=stop_accuracy,
     )
+
+
+def models_of_cycles(*, epochs: int, cycles: int) -> dict[int, str]:
+    """Which models to keep, by epoch: those at the ends of cycles. The last cycle's is the result itself."""
+    return {epochs // cycles * k: f"cycle_{k}.safetensors" for k in range(1, cycles)}
 
 
 def _view_of(given: Schedule, first_epoch: int) -> Callable[[float], View | None]:
@@ -137,16 +143,20 @@ def run_training_job(
     model: Model,
     optimizer: Optimizer,
     compute: Compute,
+    group: Group,
     folder: JobFolder,
+    progress: Path | None = None,
     keep: Mapping[int, str] | None = None,
 ) -> None:
     """Be one rank of a training job that starts from a seed's weights or from a checkpoint's.
 
-    `keep` names the models to keep on the way, by epoch.
+    `keep` names the models to keep on the way, by epoch. `progress` is the folder that the launcher watches, if that
+    is not the job's own.
     """
-    with process_group() as group, folder.writer(is_main=group.is_main):
+    with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
             return
+        began = time.time()
         meta, train_images, test_images = open_data(root=root, test_crop=test_crop, group=group)
         check_view(run, meta)
         description = describe_network(model, channels=meta.channels, num_classes=len(meta.classes))
@@ -167,6 +177,7 @@ def run_training_job(
             if keep and epoch in keep:
                 write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
 
+        watched = progress or folder.path
         with _explained(compute):
             record = train(
                 run,
@@ -178,10 +189,11 @@ def run_training_job(
                 compute=compute,
                 group=group,
                 snapshots=folder.path,
-                reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
+                reporter=Reporter(name=run.name, total=run.epochs, folder=watched, is_main=group.is_main),
                 num_classes=len(meta.classes),
                 at_epoch_end=keep_model,
             )
         if group.is_main:
             info = info_after(len(record.curve))
-            write_result(folder, network, info, {**record.as_json(), "devices": group.describe()})
+            about = {**group.as_json(), "ran": [began, time.time()]}
+            write_result(folder, network, info, {**record.as_json(), **about})

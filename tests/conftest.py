@@ -34,6 +34,18 @@ TINY = {
     "phase2.epochs": 2,
     "workers.seeds": [0, 1, 2],
     "phase3.batch_size": 50,
+    "repeats": [1],
+    "small_batch.batch_size": 12,
+    "small_batch.peak_lr": 0.1,
+    "small_batch.warmup_epochs": 1,
+    "small_batch.epochs": 3,
+    "large_batch.batch_size": 24,
+    "large_batch.peak_lr": 0.2,
+    "large_batch.warmup_epochs": 1,
+    "large_batch.epochs": 4,
+    "swa_large_batch.peak_lr": 0.1,
+    "swa_large_then_small.peak_lr": 0.05,
+    "swa_small_batch.peak_lr": 0.05,
 }
 
 
@@ -128,8 +140,16 @@ def make_project(root: Path) -> Project:
     root.mkdir(parents=True)
     for name in ("stages", "swap_pipeline"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("dvc.yaml", ".gitignore", ".dvcignore", ".dvc/config", ".dvc/.gitignore"):
-        (root / name).parent.mkdir(exist_ok=True)
+    for name in (
+        "dvc.yaml",
+        "comparisons/dvc.yaml",
+        "comparisons/metrics/README.md",
+        ".gitignore",
+        ".dvcignore",
+        ".dvc/config",
+        ".dvc/.gitignore",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     shutil.copytree(ROOT / ".dvc" / "plots", root / ".dvc" / "plots")
     shutil.copytree(ROOT / "recipes", root / "recipes")

@@ -11,7 +11,7 @@ from conftest import ROOT, set_params
 from ruamel.yaml import YAML
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import parse_params, read_params
+from swap_pipeline.params import Swa, parse_params, read_params
 
 
 def tree() -> dict[str, Any]:
@@ -102,6 +102,18 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("phase1.min_scale", 0.5, "phase1.min_scale has no effect without phase1.image_size"),
         ("phase2.first_epoch", 5, "phase2.first_epoch has no effect where nothing is given by epoch"),
         ("small_batch.warmup_epochs", 99, "small_batch.warmup_epochs is 99, longer than small_batch.epochs"),
+        ("small_batch", None, "small_batch must be a section with entries of its own, not None"),
+        ("small_batches", {}, "small_batches is not a known parameter: did you mean small_batch?"),
+        ("repeats", [1, 2, 1], "repeats lists 1 more than once"),
+        ("repeats", [1, 0], "repeats lists 0, but that is the plain pipeline, which always takes part: leave it out"),
+        ("repeats", [1, -1], "repeats[1] is -1, but must be at least 0"),
+        ("repeats", 3, "repeats is 3: write a list"),
+        ("swa_small_batch.peak_lr", 0, "swa_small_batch.peak_lr is 0, but must be above 0"),
+        ("swa_large_batch.models", 0, "swa_large_batch.models is 0, but must be at least 1"),
+        ("swa_large_batch.cycle_epochs", 0, "swa_large_batch.cycle_epochs is 0, but must be at least 1"),
+        ("swa_large_then_small.models", 1.5, "swa_large_then_small.models is 1.5, but must be a whole number"),
+        ("swa_small_batch", {"models": 4}, "swa_small_batch.peak_lr is missing (learning rate at the beginning of a"),
+        ("swa_small_batch.batch_size", 96, "swa_small_batch.batch_size is not a known parameter"),
     ],
 )
 def test_a_bad_entry_is_named_with_its_value_and_the_way_out(dotted: str, value: Any, message: str) -> None:
@@ -154,6 +166,33 @@ def test_what_does_not_apply_may_be_left_out() -> None:
     without = tree()
     del without["model"]["width"]
     assert parse_params(without).model.width is None
+
+
+@pytest.mark.parametrize(
+    "section", ["small_batch", "large_batch", "swa_large_batch", "swa_large_then_small", "swa_small_batch"]
+)
+def test_a_comparison_that_is_not_wanted_may_be_left_out(section: str) -> None:
+    without = tree()
+    del without[section]
+    assert getattr(parse_params(without), section) is None
+    assert getattr(parse_params(tree()), section) is not None
+
+
+def test_swa_samples_as_many_models_as_it_is_told_or_says_nothing() -> None:
+    given = changed("swa_small_batch", {"peak_lr": 1, "models": 1, "cycle_epochs": 3})
+    given["swa_large_batch"] = {"peak_lr": 0.5}
+    params = parse_params(given)
+    assert params.swa_small_batch == Swa(peak_lr=1.0, models=1, cycle_epochs=3)
+    assert params.swa_large_batch == Swa(peak_lr=0.5, models=None, cycle_epochs=None)
+
+
+def test_no_further_repeats_are_an_empty_list_and_must_be_said() -> None:
+    assert parse_params(changed("repeats", [])).repeats == ()
+    assert parse_params(changed("repeats", [7, 3])).repeats == (7, 3)
+    without = tree()
+    del without["repeats"]
+    with pytest.raises(SwapError, match=r"repeats is missing \(the comparisons' further runs.*\): add it"):
+        parse_params(without)
 
 
 def test_a_missing_entry_is_named_with_its_meaning() -> None:

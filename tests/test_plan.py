@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from swap_pipeline.checkpoint import TensorFile, write_tensors
 from swap_pipeline.errors import SwapError
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Compute, Data, Model, Params, parse_params, read_params
-from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Plan, RunPlan, make_plan
+from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Plan, RunPlan, image_sizes, make_plan
 from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
 from swap_pipeline.plan_plot import draw
-from swap_pipeline.plan_text import duration, text_of
+from swap_pipeline.plan_text import duration, json_of, text_of
 from swap_pipeline.plan_times import Forecast, Throughput, Times, expected_times
 from swap_pipeline.planning import plan_params
 from swap_pipeline.throughput import measure_throughput
@@ -79,8 +79,8 @@ def tree_of(path: Path) -> dict[str, Any]:
     return tree
 
 
-def params_with(values: Mapping[str, Any]) -> Params:
-    """The default params with some of them changed."""
+def params_with(values: Mapping[str, Any], without: Iterable[str] = ()) -> Params:
+    """The default params with some of them changed, and some sections left out."""
     tree = tree_of(ROOT / "recipes" / "fashion-mini.yaml")
     for dotted, value in values.items():
         *sections, last = dotted.split(".")
@@ -88,19 +88,22 @@ def params_with(values: Mapping[str, Any]) -> Params:
         for section in sections:
             node = node[section]
         node[last] = copy.deepcopy(value)
+    for section in without:
+        del tree[section]
     return parse_params(tree)
 
 
 def plan_of(
     values: Mapping[str, Any],
     *,
+    without: Iterable[str] = (),
     gpus: int = 8,
     data: DataFacts = CIFAR10,
     network: NetworkFacts = NETWORK,
     devices: Devices | None = None,
 ) -> Plan:
     """The paper's CIFAR-10 experiment with some values changed."""
-    params = params_with({**PAPER_CIFAR10, **values})
+    params = params_with({**PAPER_CIFAR10, **values}, without)
     return make_plan(params, data=data, network=network, devices=devices or planned_devices(gpus))
 
 
@@ -120,13 +123,14 @@ def rows(run: RunPlan) -> list[tuple[Any, ...]]:
 
 def test_the_papers_cifar10_run_is_counted_as_by_hand() -> None:
     plan = plan_of({})
+    small_batch, large_batch = plan.baselines
 
     # 50,000 images are 12 whole batches of 4,096 and 97 of 512.
     assert (plan.phase1.steps, plan.phase1.samples) == (1_800, 7_372_800)
     assert (plan.worker.steps, plan.worker.samples) == (2_910, 1_489_920)
-    assert (plan.small_batch.steps, plan.small_batch.samples) == (9_700, 4_966_400)
-    assert (plan.large_batch.steps, plan.large_batch.samples) == (1_800, 7_372_800)
-    assert (plan.phase1.devices, plan.worker.devices, plan.small_batch.devices) == (8, 1, 2)
+    assert (small_batch.steps, small_batch.samples) == (9_700, 4_966_400)
+    assert (large_batch.steps, large_batch.samples) == (1_800, 7_372_800)
+    assert (plan.phase1.devices, plan.worker.devices, small_batch.devices) == (8, 1, 2)
     assert (plan.num_workers, plan.slots, plan.rounds) == (8, 8, 1)
     # 98 batches, the last of them short; one of 8 processes has 13 of them.
     assert (plan.phase3.batches, plan.phase3.samples, plan.phase3.samples_of_busiest) == (98, 50_000, 6_656)
@@ -213,8 +217,7 @@ def test_imagenet_on_16_gpus_is_counted_as_by_hand() -> None:
     # 4.1 billion multiplications with an addition each at 224 pixels; three times as much in training
     assert plan.network.flops[224, 224].forward == pytest.approx(8.2e9, rel=0.01)
     assert plan.network.flops[224, 224].training == pytest.approx(3 * 8.2e9, rel=0.02)
-    assert plan.small_batch.steps == 13 * 312 + 12 * 714 + 3 * 1_251
-    assert plan.large_batch.steps == 13 * 156 + 12 * 357 + 3 * 625
+    assert [run.steps for run in plan.baselines] == [13 * 312 + 12 * 714 + 3 * 1_251, 13 * 156 + 12 * 357 + 3 * 625]
 
 
 def test_resnet9_has_the_parameters_flops_and_bytes_of_the_paper() -> None:
@@ -283,6 +286,7 @@ def test_seconds_follow_from_images_per_second() -> None:
     # 6,656 images on the busiest device, forward only: a third
     assert times.phase3.seconds == pytest.approx(2.218_667)
     assert times.total.seconds == times.critical_path == pytest.approx(2_413.738_667)
+    assert times.small_batch is not None and times.large_batch is not None
     assert times.small_batch.seconds == pytest.approx(2_483.2)
     assert times.large_batch.seconds == pytest.approx(921.6)
 
@@ -371,9 +375,18 @@ def test_a_measured_throughput_is_positive_and_says_what_was_measured() -> None:
         ({"phase1.batch_size": [[0, 4096], [2, 1030]]}, 8, "phase1.batch_size is 1030, which 8 processes"),
         ({"phase2.batch_size": 511, "phase2.gpus_per_worker": 2}, 8, "phase2.batch_size is 511, which 2 processes"),
         ({"small_batch.gpus": 3}, 8, "small_batch.batch_size is 512, which 3 processes"),
+        (
+            {"small_batch.batch_size": [[0, 512], [9, 60_000]]},
+            8,
+            "small_batch.batch_size is 60000, more than the 50,000 training images: lower it, or remove small_batch if",
+        ),
         ({"phase1.batch_size": 50_400}, 8, "phase1.batch_size is 50400, more than the 50,000 training images"),
         ({"phase2.batch_size": [[0, 512], [9, 60_000]]}, 8, "phase2.batch_size is 60000, more than the 50,000"),
-        ({"large_batch.batch_size": 65_536}, 8, "large_batch.batch_size is 65536, more than the 50,000"),
+        (
+            {"large_batch.batch_size": 65_536},
+            8,
+            "large_batch.batch_size is 65536, more than the 50,000 training images: lower it, or remove large_batch if",
+        ),
         ({"phase2.gpus_per_worker": 8}, 4, "phase2.gpus_per_worker is 8, but the plan has 4 GPUs"),
         ({"phase1.image_size": 32}, 8, "phase1.image_size has no effect on images in memory, 32×32 pixels"),
     ],
@@ -383,6 +396,12 @@ def test_what_cannot_work_is_refused(values: dict[str, Any], gpus: int, words: s
         plan_of(values, gpus=gpus)
     assert words in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("section", ["phase1", "phase2"])
+def test_no_phase_can_be_removed(section: str) -> None:
+    with pytest.raises(SwapError, match=r"training images: lower it$"):
+        plan_of({f"{section}.batch_size": 65_536})
 
 
 def test_a_batch_of_all_images_is_one_step() -> None:
@@ -413,6 +432,94 @@ def test_without_batch_norm_phase_3_only_averages() -> None:
 def test_one_image_that_is_left_joins_the_batch_before_it() -> None:
     odd = DataFacts(**{**vars(CIFAR10), "num_train": 51_201})
     assert plan_of({}, data=odd).phase3.batches == 100
+
+
+# --- what SWAP is compared with
+
+
+COMPARISONS = {
+    "repeats": [1, 2],
+    "swa_large_batch": {"peak_lr": 0.48},
+    "swa_large_then_small": {"peak_lr": 0.12},
+    "swa_small_batch": {"peak_lr": 0.12},
+}
+BASELINES = {"small_batch": "small batch", "large_batch": "large batch"}
+
+
+@pytest.mark.parametrize("without", [("small_batch",), ("large_batch",), ("small_batch", "large_batch")])
+def test_baselines_without_a_section_are_left_out_everywhere(without: tuple[str, ...], tmp_path: Path) -> None:
+    whole = forecast(plan_of({}, gpus=1))
+    part = forecast(plan_of({}, without=without, gpus=1))
+    draw(part.plan, tmp_path / "plan.svg", title="a plan")
+    text, numbers, picture = text_of(part), json.loads(json_of(part)), (tmp_path / "plan.svg").read_text()
+
+    assert part.times.total == whole.times.total and part.plan.phase1 == whole.plan.phase1
+    for section, name in BASELINES.items():
+        kept = section not in without
+        assert getattr(part.plan, section) == (getattr(whole.plan, section) if kept else None)
+        assert getattr(part.times, section) == (getattr(whole.times, section) if kept else None)
+        # of all three tables, and of a note, since it wants more than the one device
+        assert [len(re.findall(rf"^{name} ", text, re.MULTILINE)), text.count(section)] == ([3, 1] if kept else [0, 0])
+        assert [section in numbers, section in numbers["times"]] == [kept] * 2
+        assert [f"{kind}-{section}" in picture for kind in ("rate", "batch")] == [kept] * 2
+        assert (name in picture) == kept
+    assert "None" not in text and "null" not in json.dumps({"times": numbers["times"], "worker": numbers["worker"]})
+
+
+def test_a_baseline_that_is_left_out_asks_for_no_image_size() -> None:
+    files = DataFacts(**{**vars(CIFAR10), "size": None})
+    sizes = {"phase1.image_size": 32, "phase2.image_size": 48, "large_batch.image_size": 64}
+    with pytest.raises(SwapError, match=r"small_batch\.image_size is missing"):
+        image_sizes(params_with(sizes), files)
+    assert image_sizes(params_with(sizes, ["small_batch"]), files) == ((32, 32), (48, 48), (64, 64))
+
+
+def note_of_comparisons(values: Mapping[str, Any], without: Iterable[str] = ()) -> list[str]:
+    return [note for note in plan_of({**COMPARISONS, **values}, without=without).notes if "comparisons" in note]
+
+
+def test_comparisons_are_counted_as_by_hand() -> None:
+    # Baselines 4,966,400 and 7,372,800; SWA 240 epochs, once of 12 · 4,096 images and twice of 97 · 512: 47,974,400.
+    # A repeat has SWAP too: 7,372,800 and 8 times 1,489,920.
+    said = "dvc repro comparisons/dvc.yaml adds 5 training runs"
+    assert note_of_comparisons({"repeats": []}) == [f"{said}, with 47,974,400 samples"]
+    assert note_of_comparisons({}) == [f"{said} and 14 in each of 2 repeats, 33 in all, with 182,507,520 samples"]
+
+
+@pytest.mark.parametrize(
+    ("values", "runs", "samples"),
+    [
+        ({"swa_large_batch.models": 2}, 5, 47_974_400 - 6 * 30 * 12 * 4_096),
+        ({"swa_small_batch.cycle_epochs": 5}, 5, 47_974_400 - 8 * 25 * 97 * 512),
+        # 16 models, 20 epochs each
+        ({"phase2.epochs": 40, "phase2.cycles": 2}, 5, 12_339_200 + 320 * (12 * 4_096 + 2 * 97 * 512)),
+        # SWA goes on with the last batch size
+        ({"phase2.batch_size": [[0, 512], [9, 4_096]]}, 5, 47_974_400 - 240 * (97 * 512 - 12 * 4_096)),
+    ],
+)
+def test_swa_trains_for_its_models_and_cycles(values: dict[str, Any], runs: int, samples: int) -> None:
+    (note,) = note_of_comparisons({"repeats": [], **values})
+    assert f"adds {runs} training runs, with {samples:,} samples" in note
+
+
+@pytest.mark.parametrize(
+    ("without", "runs"),
+    [
+        (("swa_small_batch",), 4),
+        (("large_batch", "swa_large_batch"), 3),
+        (("large_batch",), 3),  # and what would go on from it
+        (("small_batch", "large_batch", "swa_large_batch", "swa_small_batch"), 1),
+    ],
+)
+def test_comparisons_that_are_left_out_are_not_counted(without: tuple[str, ...], runs: int) -> None:
+    (note,) = note_of_comparisons({"repeats": []}, without)
+    assert f"adds {runs} training run" in note
+
+
+def test_without_anything_to_compare_with_nothing_is_said() -> None:
+    every = ["small_batch", "large_batch", "swa_large_batch", "swa_large_then_small", "swa_small_batch"]
+    assert note_of_comparisons({"repeats": []}, every) == []
+    assert len(note_of_comparisons({"repeats": [1]}, every)) == 1
 
 
 # --- networks, data and devices that are not there
@@ -581,16 +688,17 @@ def test_every_recipe_has_a_plan(path: Path, tmp_path: Path, monkeypatch: pytest
     if params.data.name == "imagefolder":
         make_folder(Path(params.data.root), train=1_000, test=1, classes=10, sizes=[(32, 32)], mode="RGB")
 
-    plan = plan_params(params, planned_devices(params.large_batch.gpus))
+    plan = plan_params(params, planned_devices(tree["large_batch"]["gpus"]))
     times = expected_times(plan, at(1_000, plan.phase1.stretches[0].image_size))
 
     num_train = plan.data.num_train
     assert plan.phase1.steps == steps_by_hand(tree["phase1"], tree["phase1"]["max_epochs"], num_train)
     assert plan.worker.steps == steps_by_hand(tree["phase2"], tree["phase2"]["epochs"], num_train)
-    assert plan.small_batch.steps == steps_by_hand(tree["small_batch"], tree["small_batch"]["epochs"], num_train)
-    assert plan.large_batch.steps == steps_by_hand(tree["large_batch"], tree["large_batch"]["epochs"], num_train)
+    assert [run.steps for run in plan.baselines] == [
+        steps_by_hand(tree[section], tree[section]["epochs"], num_train) for section in BASELINES
+    ]
     assert plan.phase3.num_models == len(tree["workers"]["seeds"]) * tree["phase2"]["cycles"]
-    for run in (plan.phase1, plan.worker, plan.small_batch, plan.large_batch):
+    for run in (plan.phase1, plan.worker, *plan.baselines):
         edges = [part.first_epoch for part in run.stretches] + [run.stretches[-1].last_epoch]
         assert edges == sorted(set(edges)) and (edges[0], edges[-1]) == (0, run.epochs)
     assert 0 < times.critical_path < float("inf")

@@ -10,13 +10,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT
 
 from swap_pipeline.data import batch_share, draw_epoch, steps_per_epoch
-from swap_pipeline.params import Augment, Baseline, IntByEpoch, Optimizer, Params, Phase1, Phase2, read_params
+from swap_pipeline.instances import SWA_STARTS
+from swap_pipeline.params import Augment, Baseline, IntByEpoch, Optimizer, Params, Phase1, Phase2, Swa, read_params
 from swap_pipeline.schedules import by_epoch, learning_rate_of
 
 NAMES = (
@@ -35,6 +37,19 @@ BEFORE = 1e-9
 
 def recipe(name: str) -> Params:
     return read_params(ROOT / "recipes" / f"{name}.yaml")
+
+
+def baselines(params: Params) -> tuple[Baseline, Baseline]:
+    """With small and with large batches: every recipe has both."""
+    assert params.small_batch is not None and params.large_batch is not None
+    return params.small_batch, params.large_batch
+
+
+def swa_runs(params: Params) -> dict[str, Swa]:
+    """All variants: every recipe has all three."""
+    runs = {method: getattr(params, method) for method in SWA_STARTS}
+    assert all(isinstance(swa, Swa) for swa in runs.values())
+    return runs
 
 
 # The files
@@ -107,7 +122,11 @@ def test_cifar100_40epochs_is_cifar100_with_two_cycles_of_20_and_16_models() -> 
     assert (params.phase2.epochs, params.phase2.cycles) == (40, 2)
     assert params.phase2.cycles * len(params.workers.seeds) == 16
     same_phase2 = dataclasses.replace(params.phase2, epochs=10, cycles=1)
-    assert dataclasses.replace(params, recipe="cifar100", phase2=same_phase2) == short
+    same_swa: dict[str, Any] = {**swa_runs(short)}
+    assert dataclasses.replace(params, recipe="cifar100", phase2=same_phase2, **same_swa) == short
+    # SWA samples what it does in the other, as in Table 4, not what SWAP does here.
+    for method, swa in swa_runs(params).items():
+        assert swa == dataclasses.replace(swa_runs(short)[method], models=8, cycle_epochs=10)
 
 
 def test_the_cycles_of_cifar100_40epochs_fall_from_the_peak_to_0_twice() -> None:
@@ -122,9 +141,10 @@ def test_dawnbench_has_the_batch_sizes_and_epochs_of_the_text() -> None:
     assert params.data.name == "cifar10"
     assert (params.phase1.batch_size, params.phase1.max_epochs, params.phase1.stop_accuracy) == (2048, 28, 100)
     assert (params.phase2.batch_size, params.phase2.epochs, params.phase2.cycles) == (256, 1, 1)
-    assert params.large_batch.gpus == 8
+    small_batch, large_batch = baselines(params)
+    assert large_batch.gpus == 8
     # What the paper leaves open comes from cifar10-fast.
-    assert params.small_batch == Baseline(batch_size=512, peak_lr=0.4, warmup_epochs=5, epochs=24, gpus=1)
+    assert small_batch == Baseline(batch_size=512, peak_lr=0.4, warmup_epochs=5, epochs=24, gpus=1)
 
 
 # ImageNet: section 5.2 and the published schedule for one machine with 8 GPUs
@@ -162,8 +182,9 @@ def test_imagenet_has_the_settings_of_the_code_that_the_paper_takes() -> None:
     assert (params.phase1.max_epochs, params.phase1.stop_accuracy) == (22, 100)
     assert (params.phase2.first_epoch, params.phase2.epochs, params.phase2.cycles) == (22, 6, 1)
     assert (len(params.workers.seeds), params.phase2.gpus_per_worker) == (2, 8)
-    assert (params.small_batch.epochs, params.small_batch.gpus) == (28, 8)
-    assert (params.large_batch.epochs, params.large_batch.gpus) == (28, 16)
+    small_batch, large_batch = baselines(params)
+    assert (small_batch.epochs, small_batch.gpus) == (28, 8)
+    assert (large_batch.epochs, large_batch.gpus) == (28, 16)
 
 
 @dataclass(frozen=True)
@@ -216,15 +237,69 @@ def test_phase_2_of_imagenet_begins_and_ends_with_the_plain_rates() -> None:
 
 def test_an_imagenet_gpu_holds_512_then_224_then_128_images_in_every_run() -> None:
     params = recipe("imagenet")
+    small_batch, large_batch = baselines(params)
 
     def per_gpu(batch_size: IntByEpoch, gpus: int) -> list[float]:
         assert isinstance(batch_size, tuple)
         return [size / gpus for _, size in batch_size]
 
-    assert per_gpu(params.small_batch.batch_size, 8) == [512, 224, 128]
-    assert per_gpu(params.large_batch.batch_size, 16) == [512, 224, 128]
+    assert per_gpu(small_batch.batch_size, 8) == [512, 224, 128]
+    assert per_gpu(large_batch.batch_size, 16) == [512, 224, 128]
     assert per_gpu(params.phase1.batch_size, 16) == [512, 224]
     assert per_gpu(params.phase2.batch_size, 8) == [512, 224, 128]
+
+
+# What SWAP is compared with: section 5.3 for SWA, 5.1 and 5.2 for the number of runs
+
+
+@pytest.mark.parametrize(
+    ("name", "num_runs"),
+    [
+        ("cifar10", 10),
+        ("cifar100", 10),
+        ("cifar100-40epochs", 10),
+        ("imagenet", 3),
+        ("dawnbench", 1),
+        ("cifar10-cpu", 3),
+        ("fashion-mini", 3),
+        ("fashion-mnist", 3),
+    ],
+)
+def test_a_recipe_makes_as_many_runs_as_the_paper(name: str, num_runs: int) -> None:
+    assert (0, *recipe(name).repeats) == tuple(range(num_runs))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "imagenet"])
+def test_swa_shares_its_peak_with_phase_2_and_lowers_that_of_large_batches_alike(name: str) -> None:
+    params = recipe(name)
+    small_batch, large_batch = baselines(params)
+    assert params.phase2.peak_lr and small_batch.peak_lr and large_batch.peak_lr
+    assert {method: swa.peak_lr for method, swa in swa_runs(params).items()} == pytest.approx(
+        {
+            "swa_large_batch": large_batch.peak_lr * params.phase2.peak_lr / small_batch.peak_lr,
+            "swa_large_then_small": params.phase2.peak_lr,
+            "swa_small_batch": params.phase2.peak_lr,
+        }
+    )
+
+
+def test_swa_on_imagenet_begins_its_cycles_where_the_last_line_of_the_rate_begins() -> None:
+    swa = swa_runs(recipe("imagenet"))
+    assert (swa["swa_small_batch"].peak_lr, swa["swa_large_then_small"].peak_lr) == (PUBLISHED_RATES[25],) * 2
+    assert swa["swa_large_batch"].peak_lr == 2 * PUBLISHED_RATES[25]
+
+
+@pytest.mark.parametrize("name", ["cifar100", "cifar100-40epochs"])
+def test_swa_on_cifar100_samples_8_models_10_epochs_apart(name: str) -> None:
+    params = recipe(name)
+    num_models, epochs = len(params.workers.seeds) * params.phase2.cycles, params.phase2.epochs // params.phase2.cycles
+    sampled = {(swa.models or num_models, swa.cycle_epochs or epochs) for swa in swa_runs(params).values()}
+    assert sampled == {(8, 10)}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cifar100-40epochs"])
+def test_swa_samples_as_many_models_as_swap(name: str) -> None:
+    assert {(swa.models, swa.cycle_epochs) for swa in swa_runs(recipe(name)).values()} == {(None, None)}
 
 
 # This project's own recipes
@@ -262,11 +337,12 @@ NUM_IMAGES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_split_an_epoch_without_overlap_and_without_loss(name: str, run: str) -> None:
     params, num_images = recipe(name), NUM_IMAGES[name]
+    small_batch, large_batch = baselines(params)
     world_size, epochs, first_epoch = {
         "phase1": (16 if name == "imagenet" else 8, params.phase1.max_epochs, 0),
         "phase2": (params.phase2.gpus_per_worker, params.phase2.epochs, params.phase2.first_epoch or 0),
-        "small_batch": (params.small_batch.gpus, params.small_batch.epochs, 0),
-        "large_batch": (params.large_batch.gpus, params.large_batch.epochs, 0),
+        "small_batch": (small_batch.gpus, small_batch.epochs, 0),
+        "large_batch": (large_batch.gpus, large_batch.epochs, 0),
     }[run]
     size_at = by_epoch(getattr(params, run).batch_size, first_epoch=first_epoch)
     first_with_size = {size_at(epoch): epoch for epoch in reversed(range(epochs))}

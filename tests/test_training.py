@@ -254,14 +254,39 @@ def test_evaluation_in_short_batches_equals_one_pass_over_everything(monkeypatch
     data, network = random_images(23), small_network(batch_norm=True, dropout=0.5).eval()
     with torch.no_grad():
         logits = network((data.pixels.float() - 127) / 70)
-    loss, accuracy = evaluate(network, data, group=ALONE)
-    assert loss == pytest.approx(nn.functional.cross_entropy(logits, data.labels).item(), rel=1e-6)
-    assert accuracy == pytest.approx(100 * (logits.argmax(1) == data.labels).double().mean().item())
+    score = evaluate(network, data, group=ALONE)
+    assert score.loss == pytest.approx(nn.functional.cross_entropy(logits, data.labels).item(), rel=1e-6)
+    assert score.accuracy == pytest.approx(100 * (logits.argmax(1) == data.labels).double().mean().item())
+    assert score.top5 is None
+
+
+@pytest.mark.parametrize(("classes", "has_top5"), [(99, False), (100, True), (130, True)])
+def test_from_100_classes_up_the_first_five_guesses_count_too(
+    monkeypatch: pytest.MonkeyPatch, classes: int, has_top5: bool
+) -> None:
+    monkeypatch.setenv("SWAP_EVAL_BATCH", "7")
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, classes)).eval()
+    pixels = torch.randint(256, (60, 1, 8, 8), dtype=torch.uint8)
+    with torch.no_grad():
+        ranked = network((pixels.float() - 127) / 70).argsort(dim=1, descending=True)
+    # The class of image i is the network's guess number i mod 12: one in twelve is right, five are among the first five.
+    labels = ranked[torch.arange(60), torch.arange(60) % 12]
+    score = evaluate(network, replace(random_images(), pixels=pixels, labels=labels), group=ALONE)
+    assert score.accuracy == pytest.approx(100 / 12)
+    assert score.top5 == (pytest.approx(500 / 12) if has_top5 else None)
+    assert ("test_top5" in score.as_json()) == has_top5
 
 
 def row(epoch: int, accuracy: float) -> Epoch:
     return Epoch(
-        epoch=epoch, learning_rate=0, train_loss=0, train_accuracy=accuracy, test_loss=0, test_accuracy=0, seconds=0
+        epoch=epoch,
+        learning_rate=0,
+        train_loss=0,
+        train_accuracy=accuracy,
+        test_loss=0,
+        test_accuracy=0,
+        test_top5=None,
+        seconds=0,
     )
 
 

@@ -1,0 +1,128 @@
+"""torchrun --standalone --nproc-per-node 1 -m stages.swa swa_small_batch
+
+SWA (Izmailov et al. 2018), to compare SWAP with: from a trained model on, one model after another, each at the end of a
+cycle of the learning rate, and their average.
+
+`python -m stages.swa swa_small_batch`, as DVC calls it, starts the line above on the devices that trained the model it
+starts from; and beside it, where there are devices left, the other repeats that DVC would have to train.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from swap_pipeline.instances import SWA_STARTS, Instance
+from swap_pipeline.launch import baseline_job, run_fan_out
+from swap_pipeline.params import Baseline, Params, Schedule, Swa, read_params
+from swap_pipeline.ranks import chosen_repeat, chosen_section, collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.scratch import JobFolder, write_headline
+
+
+@click.command(help=__doc__)
+@click.argument("method", type=click.Choice(tuple(SWA_STARTS)))
+@click.option("--repeat", default="0", help="one of repeats; 0 has the seeds of the plain pipeline")
+def main(method: str, repeat: str) -> None:
+    params = read_params()
+    instance = Instance(method=method, repeat=chosen_repeat(repeat, params.repeats))
+    given: Swa = chosen_section(params, method)
+    section, batches, gpus = batches_of(method, params)
+    if is_rank():
+        folder = job_of_rank(instance)
+        train_and_average(params, given, batches, section, instance, folder)
+    else:
+        folder = run_fan_out(
+            instance,
+            others=instance.other_repeats(params.repeats),
+            job=lambda instance: baseline_job(instance, section=section, gpus=gpus, batch_size=batches.batch_size),
+        )
+    if collects():
+        folder.collect(instance)
+        write_headline(instance)
+
+
+def batches_of(method: str, params: Params) -> tuple[str, Schedule, int]:
+    """Where the batches are described, and on how many GPUs: as in the run before, after phase 1 as in phase 2."""
+    if method == "swa_large_then_small":
+        return "phase2", params.phase2, params.phase2.gpus_per_worker
+    section = SWA_STARTS[method]
+    baseline: Baseline = chosen_section(params, section)
+    return section, baseline, baseline.gpus
+
+
+def train_and_average(
+    params: Params, given: Swa, batches: Schedule, section: str, instance: Instance, folder: JobFolder
+) -> None:
+    """SWA, as one of its ranks; its last cycle's model and the others become one."""
+    from swap_pipeline.averaging_job import run_averaging_job
+    from swap_pipeline.data import derive_seed
+    from swap_pipeline.distributed import process_group
+    from swap_pipeline.files import read_json
+    from swap_pipeline.schedules import cyclic_after
+    from swap_pipeline.training_job import make_run, models_of_cycles, run_training_job
+
+    models = given.models or len(params.workers.seeds) * params.phase2.cycles
+    cycle = given.cycle_epochs or params.phase2.epochs // params.phase2.cycles
+    seed = params.phase1.seed
+    assert instance.start is not None
+    shared: dict[str, Any] = {
+        "header": {"phase": instance.method, "seed": seed, **instance.header},
+        "root": params.data.root,
+        "test_crop": params.data.test_crop,
+        "augment": params.data.augment,
+        "model": params.model,
+        "compute": params.compute,
+    }
+    with process_group() as group:
+        if group.main_says(folder.is_complete):
+            return
+        trained = JobFolder(folder.path / "trained")
+        samples = models_of_cycles(epochs=models * cycle, cycles=models)
+        run_training_job(
+            make_run(
+                cyclic_after(batches, peak_lr=given.peak_lr),
+                name=instance.name,
+                section=section,
+                seed=derive_seed(instance.method, seed, *instance.chance),
+                epochs=models * cycle,
+                cycles=models,
+            ),
+            start=instance.start.model,
+            optimizer=params.optimizer,
+            group=group,
+            folder=trained,
+            progress=folder.path,
+            keep=samples,
+            **shared,
+        )
+        group.wait()  # for the main rank to write the result
+        run_averaging_job(
+            [trained.result / name for name in (*samples.values(), "model.safetensors")],
+            name=instance.name,
+            statistics=params.phase3,
+            group=group,
+            folder=folder,
+            before=of_samples(read_json(trained.result / "record.json"), cycle),
+            **shared,
+        )
+        if group.is_main:
+            trained.remove()
+
+
+def of_samples(record: dict[str, Any], cycle: int) -> dict[str, Any]:
+    """What is known of the training of the models that are averaged: those at each cycle's end."""
+    samples = record["curve"][cycle - 1 :: cycle]
+    top5 = [row["test_top5"] for row in samples]
+    return {
+        "curve": record["curve"],
+        "cycle_epochs": cycle,
+        "model_accuracies": [row["test_accuracy"] for row in samples],
+        **({} if None in top5 else {"model_top5": top5}),
+        "seconds": record["seconds"],
+        "ran": record["ran"],
+    }
+
+
+if __name__ == "__main__":
+    run_stage(main)
