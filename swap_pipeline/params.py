@@ -169,7 +169,7 @@ class Phase3:
 class Params:
     """The whole of `params.yaml`."""
 
-    recipe: str | None = optional("the file in recipes/ that this one came from")
+    recipe: str = knob("the file in recipes/ that this one came from; or a name of your own")
     data: Data
     model: Model
     optimizer: Optimizer

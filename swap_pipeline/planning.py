@@ -22,7 +22,7 @@ def make_forecast(params: Params, *, file: Path, num_gpus: int | None, images_pe
     except SwapError as error:
         # Where the rest of the project says params.yaml, it may be another file here.
         raise SwapError(f"{file}: {str(error).removeprefix('params.yaml: ')}") from None
-    recipe = "" if params.recipe is None or params.recipe == file.stem else f" (recipe {params.recipe})"
+    recipe = "" if params.recipe == file.stem else f" (recipe {params.recipe})"
     return Forecast(title=f"{file}{recipe}", plan=plan, throughput=throughput, times=expected_times(plan, throughput))
 
 

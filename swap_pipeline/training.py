@@ -28,7 +28,6 @@ from swap_pipeline.precision import Scaler, autocast, check_cpu, resolve
 from swap_pipeline.progress import Reporter
 from swap_pipeline.scratch import JobFolder
 
-
 CLASSES_FOR_TOP5 = 100
 """With fewer classes, five guesses say little."""
 

@@ -63,7 +63,7 @@ class Project:
             env=self.full_environment(environment),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,  # a loaded machine takes many times as long as an idle one
         )
         if check and done.returncode != 0:
             raise AssertionError(f"{' '.join(command)} gave {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -99,6 +99,14 @@ class Project:
         tree = yaml.load(path.read_text())
         section, _, name = dotted.rpartition(".")
         tree[section].pop(name, None)
+        with path.open("w") as file:
+            yaml.dump(tree, file)
+
+    def remove_section(self, name: str) -> None:
+        yaml = YAML(typ="safe", pure=True)
+        path = self.root / "params.yaml"
+        tree = yaml.load(path.read_text())
+        del tree[name]
         with path.open("w") as file:
             yaml.dump(tree, file)
 

@@ -14,7 +14,6 @@ from swap_pipeline.instances import Instance
 from swap_pipeline.launch import Machine, baseline_job, job_on_all_devices, this_machine, worker_job
 from swap_pipeline.scratch import JobFolder, Lock
 
-
 PHASE1 = Instance(method="phase1")
 
 
@@ -91,7 +90,10 @@ def test_on_a_cpu_two_ranks_share_the_cores(
     monkeypatch.delenv("SWAP_NPROC", raising=False)
     monkeypatch.setattr(environment, "num_cores", lambda: cores)
     monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(launch.Path(instance.stage)))
-    phase1, worker = job_on_all_devices(PHASE1), worker_job(Instance(method="phase2", seed=0), processes=1, batch_size=96)
+    phase1, worker = (
+        job_on_all_devices(PHASE1),
+        worker_job(Instance(method="phase2", seed=0), processes=1, batch_size=96),
+    )
     assert (phase1.processes, phase1.threads, phase1.num_devices) == (processes, threads, cores)
     assert (worker.threads, worker.num_devices) == (1, 1)
 

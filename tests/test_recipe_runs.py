@@ -23,7 +23,8 @@ from stages.phase3 import average_workers, model_files
 from swap_pipeline import datasets
 from swap_pipeline.data import steps_per_epoch
 from swap_pipeline.files import read_json
-from swap_pipeline.params import read_params
+from swap_pipeline.instances import Instance
+from swap_pipeline.params import Params, read_params
 from swap_pipeline.schedules import by_epoch
 from swap_pipeline.scratch import JobFolder
 
@@ -141,29 +142,36 @@ def test_every_recipe_is_here() -> None:
     assert sorted(CASES) == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def prepare_here(name: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+    """A recipe with fewer images and epochs and `changes`, in a folder, with its data prepared."""
     num_train, make_data, smaller = CASES[name]
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "SWAP_DEVICE": "cpu", "SWAP_LOADERS": "1"}.items():
         monkeypatch.setenv(variable, value)
     Path("params.yaml").write_bytes((ROOT / "recipes" / f"{name}.yaml").read_bytes())
-    set_params(Path("params.yaml"), smaller)
+    set_params(Path("params.yaml"), {**smaller, **changes})
     params = read_params()
     make_data(num_train, monkeypatch)
-
     print(datasets.prepare(params.data, Path("data/prepared")))
-    phase1 = JobFolder(tmp_path / "phase1")
-    train_phase1(params, phase1)
-    phase1.collect(checkpoints=Path("checkpoints/phase1"), record=Path("metrics/phase1.json"))
+    return params
+
+
+def run_here(function: Callable[..., None], params: Params, instance: Instance, *arguments: Any) -> None:
+    """What a stage does, in this process; `arguments` come before the instance."""
+    folder = JobFolder(Path("scratch") / instance.stage_name)
+    function(params, *arguments, instance, folder)
+    folder.collect(instance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_train = CASES[name][0]
+    params = prepare_here(name, {}, tmp_path, monkeypatch)
+
+    run_here(train_phase1, params, Instance(method="phase1"))
     for seed in params.workers.seeds:
-        worker = JobFolder(tmp_path / f"worker{seed}")
-        train_worker(params, seed, worker)
-        worker.collect(
-            checkpoints=Path(f"checkpoints/phase2/seed_{seed}"), record=Path(f"metrics/phase2/seed_{seed}.json")
-        )
-    average_workers(params, phase3 := JobFolder(tmp_path / "phase3"))
-    phase3.collect(checkpoints=Path("checkpoints/phase3"), record=Path("metrics/phase3.json"))
+        run_here(train_worker, params, Instance(method="phase2", seed=seed))
+    run_here(average_workers, params, Instance(method="phase3"))
 
     for given, epochs, first in (
         (params.phase1, params.phase1.max_epochs, 0),
@@ -175,7 +183,7 @@ def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: 
     assert [len(curve) for curve in curves] == [params.phase1.max_epochs] + [params.phase2.epochs] * 2
     assert all(math.isfinite(row["train_loss"]) and row["seconds"] > 0 for curve in curves for row in curve)
     assert math.isfinite(read_json(Path("metrics/phase3.json"))["test_loss"])
-    models = [load_file(path) for path in model_files(params.workers.seeds, params.phase2.cycles)]
+    models = [load_file(path) for path in model_files(0, params.workers.seeds, params.phase2.cycles)]
     assert len(models) == 2 * params.phase2.cycles
     average = load_file("checkpoints/phase3/model.safetensors")
     weight = next(key for key in average if key.endswith("weight") and average[key].ndim == 4)

@@ -269,7 +269,7 @@ def test_from_100_classes_up_the_first_five_guesses_count_too(
     pixels = torch.randint(256, (60, 1, 8, 8), dtype=torch.uint8)
     with torch.no_grad():
         ranked = network((pixels.float() - 127) / 70).argsort(dim=1, descending=True)
-    # The class of image i is the network's guess number i mod 12: one in twelve is right, five are among the first five.
+    # The class of image i is guess number i mod 12: one in twelve is right, five are among the first five.
     labels = ranked[torch.arange(60), torch.arange(60) % 12]
     score = evaluate(network, replace(random_images(), pixels=pixels, labels=labels), group=ALONE)
     assert score.accuracy == pytest.approx(100 / 12)

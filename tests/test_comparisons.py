@@ -1,0 +1,373 @@
+"""What SWAP is compared with: the baselines and SWA, alone and under real DVC."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Project, made_once
+from filelock import FileLock
+from safetensors.numpy import load_file
+from test_pipeline import ran
+from test_recipe_runs import prepare_here, run_here
+from test_resume import processes_in, wait_until
+
+from stages.baseline import train_baseline
+from stages.phase1 import train_phase1
+from stages.swa import batches_of, train_and_average
+from swap_pipeline.averaging_job import JobFolder
+from swap_pipeline.files import read_json
+from swap_pipeline.instances import BASELINES, SWA_STARTS, Instance
+from swap_pipeline.params import Params
+
+COMPARISONS = "comparisons/dvc.yaml"
+METHODS = (*BASELINES, *SWA_STARTS)
+QUICK = {
+    "phase1.max_epochs": 2,
+    "phase2.epochs": 1,
+    "workers.seeds": [0, 1],
+    "small_batch.epochs": 2,
+    "large_batch.epochs": 2,
+}
+
+
+def run_method(params: Params, method: str, repeat: int = 0) -> Instance:
+    """A baseline or a variant of SWA, in this process."""
+    instance, given = Instance(method=method, repeat=repeat), getattr(params, method)
+    if method in BASELINES:
+        run_here(train_baseline, params, instance, given)
+    else:
+        section, batches, _ = batches_of(method, params)
+        run_here(train_and_average, params, instance, given, batches, section)
+    return instance
+
+
+ONE_EPOCH: dict[str, dict[str, Any]] = {
+    "cifar100": {
+        "small_batch.epochs": 1,
+        "small_batch.warmup_epochs": 0,
+        "large_batch.epochs": 1,
+        "large_batch.warmup_epochs": 0,
+    },
+    "imagenet": {
+        "small_batch": {
+            "batch_size": [[0, 8], [1, 2]],
+            "lr_knots": [[0, 0.02], [2, 0]],
+            "image_size": [[0, 32], [1, 48]],
+            "min_scale": [[0, 0.08], [1, 0.5]],
+            "epochs": 2,
+            "gpus": 8,
+        },
+        "large_batch": {
+            "batch_size": [[0, 9]],
+            "lr_knots": [[0, 0.02], [1, 0]],
+            "image_size": 32,
+            "min_scale": 0.3,
+            "epochs": 1,
+            "gpus": 8,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", ONE_EPOCH)
+def test_every_method_trains_and_swa_is_the_mean_of_its_samples(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CIFAR-100 has enough classes for top-5; ImageNet's images stay in files, and its lists end in other sizes."""
+    swa = {f"{method}.{key}": value for method in SWA_STARTS for key, value in (("models", 3), ("cycle_epochs", 1))}
+    params = prepare_here(name, {**ONE_EPOCH[name], **swa}, tmp_path, monkeypatch)
+    monkeypatch.setattr(JobFolder, "remove", lambda self: None)  # the samples stay, to be averaged by hand
+    run_here(train_phase1, params, Instance(method="phase1"))
+    for method in METHODS:
+        instance = run_method(params, method)
+        record = read_json(instance.record)
+        assert math.isfinite(record["test_loss"]) and record["seconds"] > 0
+        assert ("test_top5" in record) == (name == "cifar100")
+        if name == "cifar100":
+            assert record["test_top5"] >= record["test_accuracy"]
+        if method in SWA_STARTS:
+            check_swa(instance, record, getattr(params, method).peak_lr)
+    if name == "imagenet":
+        sizes = {method: view_size(Instance(method=method)) for method in METHODS}
+        assert sizes == {
+            "small_batch": 48,
+            "large_batch": 32,
+            "swa_large_batch": 32,
+            "swa_large_then_small": 64,
+            "swa_small_batch": 48,
+        }
+
+
+def view_size(instance: Instance) -> int:
+    from swap_pipeline.training_job import view_of_checkpoint
+
+    view = view_of_checkpoint(instance.model)
+    assert view is not None
+    return view.size
+
+
+def check_swa(instance: Instance, record: dict[str, Any], peak_lr: float) -> None:
+    trained = Path("scratch") / instance.stage_name / "trained" / "result"
+    samples = [load_file(trained / f"{name}.safetensors") for name in ("cycle_1", "cycle_2", "model")]
+    average = load_file(instance.model)
+    for key, tensor in average.items():
+        if "running" not in key and tensor.dtype.kind == "f":
+            by_hand = np.mean([sample[key].astype(np.float64) for sample in samples], axis=0)
+            np.testing.assert_allclose(tensor, by_hand, rtol=1e-6, atol=1e-7)
+    weight = next(key for key in average if key.endswith("weight") and average[key].ndim == 4)
+    assert not np.array_equal(samples[0][weight], samples[1][weight])
+    rows = read_json(trained / "record.json")["curve"]
+    assert record["models"] == 3 and record["cycle_epochs"] == 1
+    assert record["model_accuracies"] == [row["test_accuracy"] for row in rows]
+    assert record["seconds"] > sum(row["seconds"] for row in rows)
+    # Three equal cycles from the peak down: with few steps an epoch the last one's rate is well below the peak.
+    assert len({row["learning_rate"] for row in rows}) == 1
+    assert 0 < rows[0]["learning_rate"] < peak_lr
+
+
+def test_a_repeat_starts_from_other_weights_and_the_baselines_from_those_of_phase_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a rate of almost nothing, what comes out is what went in."""
+    still = {f"{section}.peak_lr": 1e-20 for section in ("phase1", "small_batch", "large_batch")}
+    params = prepare_here("fashion-mini", {**still, "small_batch.epochs": 1, "large_batch.epochs": 1,
+        "small_batch.warmup_epochs": 0, "large_batch.warmup_epochs": 0}, tmp_path, monkeypatch)  # fmt: skip
+    weights = {}
+    for repeat in (0, 1, 2):
+        run_here(train_phase1, params, Instance(method="phase1", repeat=repeat))
+        for method in BASELINES:
+            run_method(params, method, repeat)
+        for method in ("phase1", *BASELINES):
+            instance = Instance(method=method, repeat=repeat)
+            tensors = load_file(instance.model)
+            weights[method, repeat] = tensors[next(key for key in tensors if tensors[key].ndim == 4)]
+    for repeat in (0, 1, 2):
+        for method in BASELINES:
+            np.testing.assert_allclose(weights[method, repeat], weights["phase1", repeat], atol=1e-12)
+        assert not np.allclose(weights["phase1", repeat], weights["phase1", (repeat + 1) % 3], atol=1e-3)
+
+
+@pytest.fixture(scope="session")
+def compared_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project after `dvc repro` and then `dvc repro comparisons/dvc.yaml`; not to be changed."""
+    project = made_once("compared", QUICK, tmp_path_factory)
+    output = project.root.parent / "compared.txt"
+    with FileLock(f"{output}.lock"):
+        if not output.exists():
+            text = project.dvc("repro", COMPARISONS)
+            project.run("git", "add", "-A")
+            project.run("git", "commit", "-qm", "comparisons")
+            output.write_text(text)
+    return project
+
+
+@pytest.fixture
+def compared(compared_project: Project, tmp_path: Path) -> Project:
+    return compared_project.copy_to(tmp_path / "project")
+
+
+def names(output: str) -> list[str]:
+    return [name.removeprefix(f"{COMPARISONS}:") for name in ran(output)]
+
+
+def both(method: str) -> list[str]:
+    return [method, f"{method}_again@1"]
+
+
+AGAIN = ["phase1_again@{0}", "phase2_again@{0}-0", "phase2_again@{0}-1", "phase3_again@{0}"]
+
+
+def test_one_command_runs_every_method_and_repeat_and_nothing_of_the_plain_pipeline(compared_project: Project) -> None:
+    output = (compared_project.root.parent / "compared.txt").read_text()
+    assert names(output) == [
+        *both("small_batch"),
+        *both("large_batch"),
+        *(name.format(1) for name in AGAIN),
+        *both("swa_large_batch"),
+        *both("swa_large_then_small"),
+        *both("swa_small_batch"),
+        "tables",
+    ]
+    assert "tables: comparisons/tables.md" in output
+    assert compared_project.run("git", "status", "--short").stdout == ""
+
+
+def test_the_plain_pipeline_leaves_the_comparisons_alone(finished_project: Project) -> None:
+    output = (finished_project.root.parent / "output.txt").read_text()
+    assert not any(name.startswith("comparisons") for name in ran(output))
+    assert not (finished_project.root / "comparisons" / "tables.md").exists()
+
+
+def test_a_second_run_has_nothing_to_do(compared: Project) -> None:
+    assert names(compared.dvc("repro", COMPARISONS)) == []
+
+
+def test_repeats_of_one_core_each_train_side_by_side(compared_project: Project) -> None:
+    spans = [compared_project.json(f"comparisons/metrics/repeat_{r}/small_batch.json")["ran"] for r in (0, 1)]
+    if (os.cpu_count() or 1) > 1:
+        assert max(begun for begun, _ in spans) < min(ended for _, ended in spans)
+    large = [compared_project.json(f"comparisons/metrics/repeat_{r}/large_batch.json") for r in (0, 1)]
+    assert large[0]["ran"][1] <= large[1]["ran"][0]
+
+
+def test_the_tables_hold_what_can_be_recomputed_from_the_records(compared_project: Project) -> None:
+    root = compared_project.root
+    swap = []
+    for folder in ("metrics", "comparisons/metrics/repeat_1"):
+        phase1, phase3 = compared_project.json(f"{folder}/phase1.json"), compared_project.json(f"{folder}/phase3.json")
+        workers = [compared_project.json(f"{folder}/phase2/seed_{seed}.json") for seed in (0, 1)]
+        swap.append(
+            {
+                "before": sum(worker["test_accuracy"] for worker in workers) / 2,
+                "after": phase3["test_accuracy"],
+                "seconds": phase1["seconds"] + max(worker["seconds"] for worker in workers) + phase3["seconds"],
+                "phase1": phase1["seconds"],
+            }
+        )
+    plain = {
+        method: [compared_project.json(f"comparisons/metrics/repeat_{r}/{method}.json") for r in (0, 1)]
+        for method in METHODS
+    }
+    text = (root / "comparisons" / "tables.md").read_text()
+
+    def shown(values: list[float], digits: int) -> str:
+        return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+    def line(label: str) -> str:
+        return next(row for row in text.splitlines() if row.startswith(f"| {label}"))
+
+    for label, values in (
+        ("SGD (small-batch)", [record["test_accuracy"] for record in plain["small_batch"]]),
+        ("SGD (large-batch)", [record["test_accuracy"] for record in plain["large_batch"]]),
+        ("SWAP (before averaging)", [one["before"] for one in swap]),
+        ("SWAP (after averaging)", [one["after"] for one in swap]),
+        ("Large-batch SWA", [record["test_accuracy"] for record in plain["swa_large_batch"]]),
+        (
+            "Small-batch SWA",
+            [sum(record["model_accuracies"]) / len(record["model_accuracies"]) for record in plain["swa_small_batch"]],
+        ),
+    ):
+        assert shown(values, 2) in line(label)
+    starts: dict[str, list[float]] = {
+        "Large-batch SWA": [record["seconds"] for record in plain["large_batch"]],
+        "Large-batch followed by small-batch SWA": [one["phase1"] for one in swap],
+        "Small-batch SWA": [record["seconds"] for record in plain["small_batch"]],
+    }
+    for (label, before), method in zip(starts.items(), SWA_STARTS, strict=True):
+        seconds = [start + record["seconds"] for start, record in zip(before, plain[method], strict=True)]
+        assert shown(seconds, 1) in line(label)
+    assert shown([one["seconds"] for one in swap], 1) in line("SWAP (after averaging)")
+    rows = list(csv.DictReader((root / "comparisons" / "tables.csv").open()))
+    assert len(rows) > 8
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        ({"small_batch.peak_lr": 0.02}, both("small_batch")),
+        ({"large_batch.epochs": 3}, both("large_batch")),
+        ({"swa_small_batch.peak_lr": 0.02}, both("swa_small_batch")),
+        ({"phase2.peak_lr": 0.02}, ["phase2@0", "phase2@1", "phase2_again@1-0", "phase2_again@1-1",
+                                    *both("swa_large_then_small")]),
+        ({"phase1.stop_accuracy": 99.0}, ["phase1", "phase1_again@1"]),
+    ],
+)  # fmt: skip
+def test_a_change_concerns_only_what_reads_it(compared: Project, change: dict[str, Any], first: list[str]) -> None:
+    compared.set_params(change)
+    assert sorted(names(compared.dvc("repro", "--dry", COMPARISONS))) == sorted(first)
+
+
+def test_a_changed_baseline_trains_again_and_its_swa_after_it_and_nothing_else(compared: Project) -> None:
+    compared.set_params({"small_batch.peak_lr": 0.02})
+    output = compared.dvc("repro", COMPARISONS)
+    assert names(output) == [*both("small_batch"), *both("swa_small_batch"), "tables"]
+
+
+def test_another_repeat_trains_one_repeat(compared: Project) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (compared.root / "comparisons" / "checkpoints").rglob("*.*")}
+    compared.set_params({"repeats": [1, 2]})
+    output = compared.dvc("repro", COMPARISONS)
+    assert sorted(names(output)) == sorted(
+        [*(f"{method}_again@2" for method in METHODS), *(name.format(2) for name in AGAIN), "tables"]
+    )
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert "3 repeats" in (compared.root / "comparisons" / "tables.md").read_text()
+    compared.set_params({"repeats": [1]})
+    assert names(compared.dvc("repro", COMPARISONS)) == ["tables"]
+
+
+def test_a_part_that_has_not_run_leaves_a_dash_and_a_note(finished: Project) -> None:
+    finished.dvc("repro", "-s", f"{COMPARISONS}:tables")
+    text = (finished.root / "comparisons" / "tables.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| SGD (small-batch)"))
+    assert re.search(r"\| +– +\|", row)
+    assert "`dvc repro comparisons/dvc.yaml:small_batch`" in text
+    assert f"{finished.json('metrics/phase3.json')['test_accuracy']:.2f}" in text
+
+
+def test_the_baselines_show_up_among_the_experiments(compared: Project) -> None:
+    compared.dvc("exp", "run", "-S", "small_batch.peak_lr=0.03", f"{COMPARISONS}:small_batch")
+    table = list(csv.DictReader(compared.dvc("exp", "show", "--csv").splitlines()))
+    found = {row["small_batch.peak_lr"]: row["small_batch.test_accuracy"] for row in table}
+    accuracy = compared.json("comparisons/metrics/repeat_0/small_batch.json")["test_accuracy"]
+    assert float(found["0.03"]) == pytest.approx(accuracy)
+    assert set(found) == {"0.1", "0.03"}
+
+
+def test_swa_killed_while_it_trains_and_while_it_averages_ends_in_the_same_bytes(
+    compared: Project, tmp_path: Path
+) -> None:
+    reference = compared.copy_to(tmp_path / "reference")
+    stage = f"{COMPARISONS}:swa_small_batch"
+    for project in (reference, compared):
+        project.set_params({"repeats": [], "swa_small_batch.cycle_epochs": 6})
+    reference.dvc("repro", "-s", stage)
+    scratch = compared.root / ".swap" / "swa_small_batch"
+
+    def newest_snapshot() -> int:
+        found = [int(path.stem.split("_")[1]) for path in scratch.glob("*/trained/snapshot_*.safetensors")]
+        return max(found, default=0)
+
+    for moment in (lambda: newest_snapshot() >= 3, lambda: any(scratch.glob("*/mean.safetensors"))):
+        process = subprocess.Popen(
+            ["dvc", "repro", "-s", stage],
+            cwd=compared.root,
+            env=compared.full_environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait_until(lambda moment=moment, process=process: moment() or process.poll() is not None)  # type: ignore[misc]
+        assert process.poll() is None
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        wait_until(lambda: processes_in(compared.root) == [], seconds=10)
+
+    assert "going on after epoch" not in (output := compared.dvc("repro", "-s", stage))
+    assert "averaged 2 models" in output
+
+    file = "comparisons/checkpoints/repeat_0/swa_small_batch/model.safetensors"
+    assert compared.bytes_of(file) == reference.bytes_of(file)
+    assert not any(scratch.glob("*/trained")), "the samples are no longer needed"
+
+
+def test_a_section_that_was_left_out_is_asked_for(project: Project) -> None:
+    done = project.stage("baseline", "small_batch", "--repeat", "7")
+    assert "--repeat 7 is not in repeats [1]: add it there first" in done.stderr
+    project.remove_section("small_batch")
+    done = project.stage("baseline", "small_batch")
+    assert done.returncode == 1
+    assert "params.yaml: small_batch is missing: add that section" in done.stderr
+    done = project.stage("swa", "swa_small_batch")
+    assert "params.yaml: small_batch is missing" in done.stderr
+    assert project.dvc("repro", "prepare")
