@@ -17,6 +17,7 @@ from swap_pipeline.instances import SWA_STARTS, Instance
 from swap_pipeline.launch import baseline_job, run_fan_out
 from swap_pipeline.params import Baseline, Params, Schedule, Swa, read_params
 from swap_pipeline.ranks import chosen_repeat, chosen_section, collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.schedules import cyclic_after
 from swap_pipeline.scratch import JobFolder, write_headline
 
 
@@ -27,39 +28,40 @@ def main(method: str, repeat: str) -> None:
     params = read_params()
     instance = Instance(method=method, repeat=chosen_repeat(repeat, params.repeats))
     given: Swa = chosen_section(params, method)
-    section, batches, gpus = batches_of(method, params)
+    section, schedule, gpus = schedule_of(method, params, given)
     if is_rank():
         folder = job_of_rank(instance)
-        train_and_average(params, given, batches, section, instance, folder)
+        train_and_average(params, given, schedule, section, instance, folder)
     else:
         folder = run_fan_out(
             instance,
             others=instance.other_repeats(params.repeats),
-            job=lambda instance: baseline_job(instance, section=section, gpus=gpus, batch_size=batches.batch_size),
+            job=lambda instance: baseline_job(instance, section=section, gpus=gpus, batch_size=schedule.batch_size),
         )
     if collects():
         folder.collect(instance)
         write_headline(instance)
 
 
-def batches_of(method: str, params: Params) -> tuple[str, Schedule, int]:
-    """Where the batches are described, and on how many GPUs: as in the run before, after phase 1 as in phase 2."""
+def schedule_of(method: str, params: Params, given: Swa) -> tuple[str, Schedule, int]:
+    """Batches, in which section they stand, and GPUs: as at the end of the run before, after phase 1 as in phase 2."""
     if method == "swa_large_then_small":
-        return "phase2", params.phase2, params.phase2.gpus_per_worker
+        phase = params.phase2
+        end = (phase.first_epoch or 0) + phase.epochs - 1
+        return "phase2", cyclic_after(phase, last_epoch=end, peak_lr=given.peak_lr), phase.gpus_per_worker
     section = SWA_STARTS[method]
-    baseline: Baseline = chosen_section(params, section)
-    return section, baseline, baseline.gpus
+    before: Baseline = chosen_section(params, section)
+    return section, cyclic_after(before, last_epoch=before.epochs - 1, peak_lr=given.peak_lr), before.gpus
 
 
 def train_and_average(
-    params: Params, given: Swa, batches: Schedule, section: str, instance: Instance, folder: JobFolder
+    params: Params, given: Swa, schedule: Schedule, section: str, instance: Instance, folder: JobFolder
 ) -> None:
     """SWA, as one of its ranks; its last cycle's model and the others become one."""
     from swap_pipeline.averaging_job import run_averaging_job
     from swap_pipeline.data import derive_seed
     from swap_pipeline.distributed import process_group
     from swap_pipeline.files import read_json
-    from swap_pipeline.schedules import cyclic_after
     from swap_pipeline.training_job import make_run, models_of_cycles, run_training_job
 
     models = given.models or len(params.workers.seeds) * params.phase2.cycles
@@ -81,7 +83,7 @@ def train_and_average(
         samples = models_of_cycles(epochs=models * cycle, cycles=models)
         run_training_job(
             make_run(
-                cyclic_after(batches, peak_lr=given.peak_lr),
+                schedule,
                 name=instance.name,
                 section=section,
                 seed=derive_seed(instance.method, seed, *instance.chance),

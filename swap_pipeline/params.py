@@ -224,6 +224,9 @@ def _check_together(params: Params) -> None:
     for name, baseline in (("small_batch", params.small_batch), ("large_batch", params.large_batch)):
         if baseline is not None:
             _check_schedule(name, baseline, epochs=baseline.epochs)
+    for name, start in (("swa_large_batch", "large_batch"), ("swa_small_batch", "small_batch")):
+        if getattr(params, name) is not None and getattr(params, start) is None:
+            raise SwapError(f"{name} starts from {start}, which is missing: add that section, or remove this one too")
     if params.model.pretrained and params.model.zero_init_last_gamma:
         raise SwapError(
             "model.zero_init_last_gamma has no effect on published weights (model.pretrained): set it to false"

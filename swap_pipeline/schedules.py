@@ -56,18 +56,18 @@ def learning_rate_of(given: Schedule, *, epochs: int, cycles: int = 1, first_epo
     )
 
 
-def cyclic_after(given: Schedule, *, peak_lr: float) -> Schedule:
-    """Batches and images as they are when `given` ends; the learning rate of each cycle from `peak_lr` down to 0."""
+def cyclic_after(given: Schedule, *, last_epoch: int, peak_lr: float) -> Schedule:
+    """Batches and images as `given` has them in an epoch; the learning rate of each cycle from `peak_lr` down to 0."""
 
-    def last(value: Any) -> Any:
-        return value[-1][1] if isinstance(value, tuple) else value
+    def held(value: Any) -> Any:
+        return None if value is None else by_epoch(value)(last_epoch)
 
     return Schedule(
-        batch_size=last(given.batch_size),
+        batch_size=held(given.batch_size),
         peak_lr=peak_lr,
         warmup_epochs=0,
-        image_size=last(given.image_size),
-        min_scale=last(given.min_scale),
+        image_size=held(given.image_size),
+        min_scale=held(given.min_scale),
     )
 
 

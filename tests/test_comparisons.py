@@ -23,7 +23,7 @@ from test_resume import processes_in, wait_until
 
 from stages.baseline import train_baseline
 from stages.phase1 import train_phase1
-from stages.swa import batches_of, train_and_average
+from stages.swa import schedule_of, train_and_average
 from swap_pipeline.averaging_job import JobFolder
 from swap_pipeline.files import read_json
 from swap_pipeline.instances import BASELINES, SWA_STARTS, Instance
@@ -46,8 +46,8 @@ def run_method(params: Params, method: str, repeat: int = 0) -> Instance:
     if method in BASELINES:
         run_here(train_baseline, params, instance, given)
     else:
-        section, batches, _ = batches_of(method, params)
-        run_here(train_and_average, params, instance, given, batches, section)
+        section, schedule, _ = schedule_of(method, params, given)
+        run_here(train_and_average, params, instance, given, schedule, section)
     return instance
 
 
@@ -60,9 +60,9 @@ ONE_EPOCH: dict[str, dict[str, Any]] = {
     },
     "imagenet": {
         "small_batch": {
-            "batch_size": [[0, 8], [1, 2]],
+            "batch_size": [[0, 8], [1, 2], [9, 512]],
             "lr_knots": [[0, 0.02], [2, 0]],
-            "image_size": [[0, 32], [1, 48]],
+            "image_size": [[0, 32], [1, 48], [2, 96]],
             "min_scale": [[0, 0.08], [1, 0.5]],
             "epochs": 2,
             "gpus": 8,
@@ -366,8 +366,10 @@ def test_a_section_that_was_left_out_is_asked_for(project: Project) -> None:
     assert "--repeat 7 is not in repeats [1]: add it there first" in done.stderr
     project.remove_section("small_batch")
     done = project.stage("baseline", "small_batch")
-    assert done.returncode == 1
-    assert "params.yaml: small_batch is missing: add that section" in done.stderr
-    done = project.stage("swa", "swa_small_batch")
-    assert "params.yaml: small_batch is missing" in done.stderr
-    assert project.dvc("repro", "prepare")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "swa_small_batch starts from small_batch, which is missing: add that section, or remove" in done.stderr
+    project.remove_section("swa_small_batch")
+    for arguments, missing in ((("baseline", "small_batch"), "small_batch"), (("swa", "swa_small_batch"), "swa_small")):
+        assert f"params.yaml: {missing}" in (done := project.stage(*arguments)).stderr
+        assert "is missing: add that section, or take it over from a file in recipes/" in done.stderr
+    assert ran(project.dvc("repro", "prepare")) == ["prepare"]

@@ -446,7 +446,7 @@ COMPARISONS = {
 BASELINES = {"small_batch": "small batch", "large_batch": "large batch"}
 
 
-@pytest.mark.parametrize("without", [("small_batch",), ("large_batch",), ("small_batch", "large_batch")])
+@pytest.mark.parametrize("without", [(), ("small_batch",), ("large_batch",), ("small_batch", "large_batch")])
 def test_baselines_without_a_section_are_left_out_everywhere(without: tuple[str, ...], tmp_path: Path) -> None:
     whole = forecast(plan_of({}, gpus=1))
     part = forecast(plan_of({}, without=without, gpus=1))
