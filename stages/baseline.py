@@ -3,7 +3,8 @@
 Plain training, to compare SWAP with: small or large batches from the beginning to the end.
 
 `python -m stages.baseline small_batch`, as DVC calls it, starts the line above on as many devices as the section of
-`params.yaml` asks for; and beside it, where there are devices left, the other repeats that DVC would have to train.
+`params.yaml` asks for. With `--repeat 1`, the further repeats that DVC would have to train start beside it, where
+there are devices left.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main(method: str, repeat: str) -> None:
     else:
         folder = run_fan_out(
             instance,
-            others=instance.other_repeats(params.repeats),
+            others=instance.siblings(params.repeats),
             job=lambda instance: baseline_job(instance, gpus=given.gpus, batch_size=given.batch_size),
         )
     if collects():

@@ -3,8 +3,9 @@
 SWA (Izmailov et al. 2018), to compare SWAP with: from a trained model on, one model after another, each at the end of a
 cycle of the learning rate, and their average.
 
-`python -m stages.swa swa_small_batch`, as DVC calls it, starts the line above on the devices that trained the model it
-starts from; and beside it, where there are devices left, the other repeats that DVC would have to train.
+`python -m stages.swa swa_small_batch`, as DVC calls it, starts the line above on as many devices as trained the model
+that it starts from. With `--repeat 1`, the further repeats that DVC would have to train start beside it, where there
+are devices left.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from swap_pipeline.instances import SWA_STARTS, Instance
-from swap_pipeline.launch import baseline_job, run_fan_out
+from swap_pipeline.launch import baseline_job, run_fan_out, worker_job
 from swap_pipeline.params import Baseline, Params, Schedule, Swa, read_params
 from swap_pipeline.ranks import chosen_repeat, chosen_section, collects, is_rank, job_of_rank, run_stage
 from swap_pipeline.schedules import cyclic_after
@@ -35,11 +36,16 @@ def main(method: str, repeat: str) -> None:
     else:
         folder = run_fan_out(
             instance,
-            others=instance.other_repeats(params.repeats),
-            job=lambda instance: baseline_job(instance, section=section, gpus=gpus, batch_size=schedule.batch_size),
+            others=instance.siblings(params.repeats),
+            job=lambda instance: (
+                worker_job(instance, processes=gpus, batch_size=schedule.batch_size)
+                if section == "phase2"
+                else baseline_job(instance, section=section, gpus=gpus, batch_size=schedule.batch_size)
+            ),
         )
     if collects():
         folder.collect(instance)
+        samples_of(folder).remove()
         write_headline(instance)
 
 
@@ -79,7 +85,7 @@ def train_and_average(
     with process_group() as group:
         if group.main_says(folder.is_complete):
             return
-        trained = JobFolder(folder.path / "trained")
+        trained = samples_of(folder)
         samples = models_of_cycles(epochs=models * cycle, cycles=models)
         run_training_job(
             make_run(
@@ -108,19 +114,20 @@ def train_and_average(
             before=of_samples(read_json(trained.result / "record.json"), cycle),
             **shared,
         )
-        if group.is_main:
-            trained.remove()
+
+
+def samples_of(folder: JobFolder) -> JobFolder:
+    """Where the models to average are, until they are."""
+    return JobFolder(folder.path / "trained")
 
 
 def of_samples(record: dict[str, Any], cycle: int) -> dict[str, Any]:
     """What is known of the training of the models that are averaged: those at each cycle's end."""
     samples = record["curve"][cycle - 1 :: cycle]
-    top5 = [row["test_top5"] for row in samples]
     return {
         "curve": record["curve"],
         "cycle_epochs": cycle,
         "model_accuracies": [row["test_accuracy"] for row in samples],
-        **({} if None in top5 else {"model_top5": top5}),
         "seconds": record["seconds"],
         "ran": record["ran"],
     }

@@ -107,9 +107,9 @@ class Instance:
         """What a checkpoint says of the repeat."""
         return {"repeat": self.repeat} if self.repeat else {}
 
-    def other_repeats(self, repeats: Sequence[int]) -> list[Instance]:
-        """The same method in all other repeats, of which 0 is never listed."""
-        return [replace(self, repeat=repeat) for repeat in (0, *repeats) if repeat != self.repeat]
+    def siblings(self, repeats: Sequence[int]) -> list[Instance]:
+        """The same method in the other repeats. Repeat 0 has none: who asks for it alone does not pay for the rest."""
+        return [replace(self, repeat=repeat) for repeat in repeats if repeat != self.repeat] if self.repeat else []
 
     @property
     def _in_plain_pipeline(self) -> bool:

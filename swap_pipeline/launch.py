@@ -129,8 +129,7 @@ def baseline_job(instance: Instance, *, gpus: int, batch_size: IntByEpoch, secti
     if gpus > 1 and (gpus >= len(machine.devices) or machine.device_type == "cpu"):
         return job_on_all_devices(instance, section=section, batch_size=batch_size)
     section = section or instance.method
-    knob = "phase2.gpus_per_worker" if section == "phase2" else f"{section}.gpus"
-    check_divisible(f"{section}.batch_size", batch_size, gpus, remedy=f"set {knob} to")
+    check_divisible(f"{section}.batch_size", batch_size, gpus, remedy=f"set {section}.gpus to")
     return _job_on_some_devices(instance, machine, gpus)
 
 

@@ -91,8 +91,8 @@ _TABLE_2_WITH_40 = {
 PLAIN_IN_PAPER = {
     "cifar10": Paper(source="Table 1: 10 runs on Tesla V100 GPUs", rows=_TABLE_1),
     "cifar10-cpu": Paper(
-        source="Table 1: 10 runs on Tesla V100 GPUs. Its network is four times as wide and saw all 50,000 images: "
-        "compare the order of the methods, not the figures",
+        source="Table 1: 10 runs on Tesla V100 GPUs. Its network is four times as wide as this recipe's and saw all "
+        "50,000 images: compare the order of the methods, not the figures",
         rows=_TABLE_1,
     ),
     "cifar100": Paper(source="Table 2: 10 runs on Tesla V100 GPUs", rows=_TABLE_2),

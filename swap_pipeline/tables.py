@@ -65,6 +65,9 @@ def compare(
 ) -> Comparison:
     """Both tables, from the records that there are; epochs and cycles are those of phase 2."""
     wanted = {part: records[part] for part in instances(seeds=seeds, repeats=repeats) if part in records}
+    for part in [part for part in wanted if part.method == "phase3"]:
+        if wanted[part].get("models", len(seeds) * cycles) != len(seeds) * cycles:
+            del wanted[part]  # the average of other workers than those that are listed
     runs = Runs(records=wanted, repeats=(0, *repeats), seeds=tuple(seeds), epochs=epochs, cycles=cycles)
     tables = (
         plain_table(runs, PLAIN_IN_PAPER.get(recipe, Paper())),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from swap_pipeline.comparison import QUANTITIES, Measured, Record, Row, Runs, all_known
-from swap_pipeline.instances import SWA_STARTS, Instance
+from swap_pipeline.instances import PHASES, SWA_STARTS, Instance
 from swap_pipeline.paper_figures import Figures, Paper
 
 # In sentences.
@@ -31,6 +31,7 @@ def shared_captions(runs: Runs, rows: Sequence[Row], methods: Sequence[str]) -> 
         "this machine could do; before averaging without phase 3. Its devices are as many as that takes.",
         *_side_by_side(runs),
         "Total compute: each part's seconds times its devices, all workers counted.",
+        *_repeats_side_by_side(runs, methods),
         *_ran_on(runs, methods),
         "The clocks exclude evaluation and start-up, for all methods alike.",
     ]
@@ -65,6 +66,18 @@ def _side_by_side(runs: Runs) -> list[str]:
         for count, repeats in by_count.items()
     )
     return [f"Here, of {num_workers} workers, so many were at work at the same moment: {'; '.join(counts)}."]
+
+
+def _repeats_side_by_side(runs: Runs, methods: Sequence[str]) -> list[str]:
+    """Runs that share a machine may slow each other down, or not have it to themselves."""
+    told = []
+    for method in (method for method in methods if method not in PHASES):
+        spans = [record.get("ran") for record in runs.recorded(method)]
+        if len(spans) > 1:
+            count = most_at_once(spans)
+            how = {None: "not recorded", 1: "one after another"}.get(count, f"up to {count} side by side")
+            told.append(f"{NAMES[method]}: {how}")
+    return [f"Repeats here: {'; '.join(told)}."] if told else []
 
 
 def _how_workers_ran(at_once: int | None, num_workers: int) -> str:

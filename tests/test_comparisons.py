@@ -27,6 +27,7 @@ from stages.swa import schedule_of, train_and_average
 from swap_pipeline.averaging_job import JobFolder
 from swap_pipeline.files import read_json
 from swap_pipeline.instances import BASELINES, SWA_STARTS, Instance
+from swap_pipeline.launch import this_machine
 from swap_pipeline.params import Params
 
 COMPARISONS = "comparisons/dvc.yaml"
@@ -212,12 +213,26 @@ def test_a_second_run_has_nothing_to_do(compared: Project) -> None:
     assert names(compared.dvc("repro", COMPARISONS)) == []
 
 
-def test_repeats_of_one_core_each_train_side_by_side(compared_project: Project) -> None:
-    spans = [compared_project.json(f"comparisons/metrics/repeat_{r}/small_batch.json")["ran"] for r in (0, 1)]
-    if (os.cpu_count() or 1) > 1:
+def test_what_is_asked_for_alone_trains_alone_and_needs_nothing_of_swap(project: Project) -> None:
+    project.set_params({**QUICK, "repeats": [1, 2]})
+    assert names(project.dvc("repro", f"{COMPARISONS}:small_batch")) == ["prepare", "small_batch"]
+    assert not (project.root / ".swap" / "small_batch_again").exists()
+
+    output = project.dvc("repro", f"{COMPARISONS}:small_batch_again")
+
+    assert names(output) == ["small_batch_again@1", "small_batch_again@2"]
+    assert "small_batch repeat 2: trained before" in output
+    spans = [project.json(f"comparisons/metrics/repeat_{r}/small_batch.json")["ran"] for r in (1, 2)]
+    if this_machine().cores > 1:
         assert max(begun for begun, _ in spans) < min(ended for _, ended in spans)
-    large = [compared_project.json(f"comparisons/metrics/repeat_{r}/large_batch.json") for r in (0, 1)]
-    assert large[0]["ran"][1] <= large[1]["ran"][0]
+
+
+def test_swa_on_two_ranks(compared: Project) -> None:
+    done = compared.stage("swa", "swa_large_batch", SWAP_NPROC="2")
+    assert done.returncode == 0, done.stderr
+    record = compared.json("comparisons/metrics/repeat_0/swa_large_batch.json")
+    assert (record["devices"], record["models"], len(record["model_accuracies"])) == ("2 × cpu", 2, 2)
+    assert not any((compared.root / ".swap" / "swa_large_batch").glob("*/trained"))
 
 
 def test_the_tables_hold_what_can_be_recomputed_from_the_records(compared_project: Project) -> None:
@@ -274,8 +289,8 @@ def test_the_tables_hold_what_can_be_recomputed_from_the_records(compared_projec
 @pytest.mark.parametrize(
     ("change", "first"),
     [
-        ({"small_batch.peak_lr": 0.02}, both("small_batch")),
-        ({"large_batch.epochs": 3}, both("large_batch")),
+        ({"small_batch.peak_lr": 0.02}, [*both("small_batch"), *both("swa_small_batch")]),
+        ({"large_batch.epochs": 3}, [*both("large_batch"), *both("swa_large_batch")]),
         ({"swa_small_batch.peak_lr": 0.02}, both("swa_small_batch")),
         ({"phase2.peak_lr": 0.02}, ["phase2@0", "phase2@1", "phase2_again@1-0", "phase2_again@1-1",
                                     *both("swa_large_then_small")]),
@@ -301,7 +316,7 @@ def test_another_repeat_trains_one_repeat(compared: Project) -> None:
         [*(f"{method}_again@2" for method in METHODS), *(name.format(2) for name in AGAIN), "tables"]
     )
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert "3 repeats" in (compared.root / "comparisons" / "tables.md").read_text()
+    assert "n = 3, repeats 0, 1 and 2" in (compared.root / "comparisons" / "tables.md").read_text()
     compared.set_params({"repeats": [1]})
     assert names(compared.dvc("repro", COMPARISONS)) == ["tables"]
 
@@ -311,7 +326,7 @@ def test_a_part_that_has_not_run_leaves_a_dash_and_a_note(finished: Project) -> 
     text = (finished.root / "comparisons" / "tables.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| SGD (small-batch)"))
     assert re.search(r"\| +– +\|", row)
-    assert "`dvc repro comparisons/dvc.yaml:small_batch`" in text
+    assert "small batch: not run yet (`dvc repro comparisons/dvc.yaml:small_batch " in text
     assert f"{finished.json('metrics/phase3.json')['test_accuracy']:.2f}" in text
 
 

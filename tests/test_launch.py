@@ -50,9 +50,6 @@ def test_a_baseline_has_the_gpus_it_asks_for_as_far_as_there_are_any(gpus: int, 
 def test_a_baseline_that_its_gpus_cannot_share_names_the_right_knob() -> None:
     with pytest.raises(SwapError, match=r"small_batch.batch_size is 512, .* 3 processes .* set small_batch.gpus to 2"):
         baseline_job(Instance(method="small_batch"), gpus=3, batch_size=512)
-    swa = Instance(method="swa_large_then_small")
-    with pytest.raises(SwapError, match=r"phase2.batch_size is 512, .* set phase2.gpus_per_worker to 2"):
-        baseline_job(swa, section="phase2", gpus=3, batch_size=512)
     with pytest.raises(SwapError, match=r"large_batch.batch_size is 500, .* 8 processes"):
         baseline_job(Instance(method="swa_large_batch"), section="large_batch", gpus=8, batch_size=500)
 

@@ -190,6 +190,27 @@ def test_the_tables_show_what_was_worked_out_by_hand() -> None:
     assert "Notes" not in text and "paper" not in text
 
 
+def test_an_average_of_other_workers_than_those_listed_does_not_count() -> None:
+    records = all_records()
+    for repeat, models in ((0, 2), (1, 3), (3, 4)):
+        records[Instance(method="phase3", repeat=repeat)]["models"] = models
+    table = comparison_of(records).tables[0]
+    assert table.rows[-1].repeats == (0,)
+    assert any("SWAP: 1 of 3 repeats; repeat 1 lacks phase 3; repeat 3 lacks phase 3" in note for note in table.notes)
+
+
+def test_captions_say_which_repeats_ran_side_by_side() -> None:
+    records = all_records()
+    spans = {"small_batch": ([0, 9], [5, 20], [6, 8]), "large_batch": ([0, 9], [9, 12], [30, 31])}
+    for method, intervals in spans.items():
+        for repeat, interval in zip((0, 1, 3), intervals, strict=True):
+            records[Instance(method=method, repeat=repeat)]["ran"] = interval
+    captions = [table.captions for table in comparison_of(records).tables]
+    assert "Repeats here: small batch: up to 3 side by side; large batch: one after another." in captions[0]
+    swa = next(caption for caption in captions[1] if caption.startswith("Repeats here"))
+    assert "small-batch SWA: not recorded" in swa
+
+
 def test_json_has_all_figures_and_comes_back_from_its_file_as_it_was() -> None:
     comparison = comparison_of(all_records())
     told = as_json(comparison)
@@ -415,6 +436,7 @@ def test_captions_say_what_the_figures_mean() -> None:
     )
     assert plain.captions == (
         *shared,
+        "Repeats here: small batch: not recorded; large batch: not recorded.",
         "Ran on: small batch: 1 × cpu; large batch: 2 × cpu; phase 1: 2 × cpu; each worker: 2 × cpu; phase 3: 1 × cpu.",
         "The clocks exclude evaluation and start-up, for all methods alike.",
         # (470 / 3) / 310 = 0.5054, 385 / 310 = 1.2419
@@ -426,6 +448,8 @@ def test_captions_say_what_the_figures_mean() -> None:
         "Training time of SWA: the run that it starts from (large batch, phase 1, small batch), then its cycles, one "
         "after another, and the average.",
         *shared,
+        "Repeats here: large batch: not recorded; small batch: not recorded; large-batch SWA: not recorded; large-batch "
+        "followed by small-batch SWA: not recorded; small-batch SWA: not recorded.",
         "Ran on: large batch: 2 × cpu; phase 1: 2 × cpu; small batch: 1 × cpu; large-batch SWA: 2 × cpu; large-batch "
         "followed by small-batch SWA: 1 × cpu; small-batch SWA: 1 × cpu; each worker: 2 × cpu; phase 3: 1 × cpu.",
         "The clocks exclude evaluation and start-up, for all methods alike.",
@@ -829,7 +853,7 @@ def test_the_recipe_for_cpu_says_how_the_papers_run_was_larger() -> None:
     for recipe, is_larger in (("cifar10-cpu", True), ("cifar10", False)):
         caption = comparison_of({}, recipe=recipe).tables[0].captions[-1]
         assert caption.startswith("*paper*: Table 1: 10 runs on Tesla V100 GPUs.")
-        assert ("four times as wide and saw all 50,000 images" in caption) == is_larger
+        assert ("four times as wide as this recipe's and saw all 50,000 images" in caption) == is_larger
 
 
 def test_the_papers_figures_are_never_bold_and_do_not_compete() -> None:
