@@ -235,55 +235,69 @@ def test_swa_on_two_ranks(compared: Project) -> None:
     assert not any((compared.root / ".swap" / "swa_large_batch").glob("*/trained"))
 
 
+def recomputed(project: Project) -> dict[tuple[str, str, str], list[float]]:
+    """Every figure of both tables, for repeats 0 and 1, straight from the records."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+
+    def add(table: str, method: str, **quantities: float) -> None:
+        for quantity, value in quantities.items():
+            found.setdefault((table, method, quantity), []).append(value)
+
+    for repeat, folder in ((0, "metrics"), (1, "comparisons/metrics/repeat_1")):
+        others = f"comparisons/metrics/repeat_{repeat}"
+        phase1, phase3 = project.json(f"{folder}/phase1.json"), project.json(f"{folder}/phase3.json")
+        workers = [project.json(f"{folder}/phase2/seed_{seed}.json") for seed in (0, 1)]
+        small, large = project.json(f"{others}/small_batch.json"), project.json(f"{others}/large_batch.json")
+        for method, record in (("small_batch", small), ("large_batch", large)):
+            cost = record["seconds"] * record["num_devices"]
+            time, devices = record["seconds"], record["num_devices"]
+            add("plain_training", method, test_accuracy=record["test_accuracy"], devices=devices, training_time=time,
+                total_compute=cost)  # fmt: skip
+        before = sum(worker["test_accuracy"] for worker in workers) / 2
+        until = phase1["seconds"] + max(worker["seconds"] for worker in workers)
+        cost = sum(part["seconds"] * part["num_devices"] for part in (phase1, *workers))
+        cost_after = cost + phase3["seconds"] * phase3["num_devices"]
+        after = {"devices": 2.0, "training_time": until + phase3["seconds"], "total_compute": cost_after}
+        add("plain_training", "swap_before", test_accuracy=before, devices=2.0, training_time=until, total_compute=cost)
+        add("plain_training", "swap_after", test_accuracy=phase3["test_accuracy"], **after)
+        add("swa", "swap", before_averaging=before, after_averaging=phase3["test_accuracy"], **after)
+        starts = {"swa_large_batch": large, "swa_large_then_small": phase1, "swa_small_batch": small}
+        for method, start in starts.items():
+            record = project.json(f"{others}/{method}.json")
+            first, second = record["model_accuracies"]
+            add(
+                "swa",
+                method,
+                before_averaging=(first + second) / 2,
+                after_averaging=record["test_accuracy"],
+                devices=max(start["num_devices"], record["num_devices"]),
+                training_time=start["seconds"] + record["seconds"],
+                total_compute=start["seconds"] * start["num_devices"] + record["seconds"] * record["num_devices"],
+            )
+    return found
+
+
 def test_the_tables_hold_what_can_be_recomputed_from_the_records(compared_project: Project) -> None:
-    root = compared_project.root
-    swap = []
-    for folder in ("metrics", "comparisons/metrics/repeat_1"):
-        phase1, phase3 = compared_project.json(f"{folder}/phase1.json"), compared_project.json(f"{folder}/phase3.json")
-        workers = [compared_project.json(f"{folder}/phase2/seed_{seed}.json") for seed in (0, 1)]
-        swap.append(
-            {
-                "before": sum(worker["test_accuracy"] for worker in workers) / 2,
-                "after": phase3["test_accuracy"],
-                "seconds": phase1["seconds"] + max(worker["seconds"] for worker in workers) + phase3["seconds"],
-                "phase1": phase1["seconds"],
-            }
-        )
-    plain = {
-        method: [compared_project.json(f"comparisons/metrics/repeat_{r}/{method}.json") for r in (0, 1)]
-        for method in METHODS
+    expected = recomputed(compared_project)
+    told = compared_project.json("comparisons/tables.json")["tables"]
+    quantities = {
+        (table, method, quantity): figures
+        for table, content in told.items()
+        for method, row in content["rows"].items()
+        for quantity, figures in row["quantities"].items()
     }
-    text = (root / "comparisons" / "tables.md").read_text()
-
-    def shown(values: list[float], digits: int) -> str:
-        return f"{statistics.fmean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
-
-    def line(label: str) -> str:
-        return next(row for row in text.splitlines() if row.startswith(f"| {label}"))
-
-    for label, values in (
-        ("SGD (small-batch)", [record["test_accuracy"] for record in plain["small_batch"]]),
-        ("SGD (large-batch)", [record["test_accuracy"] for record in plain["large_batch"]]),
-        ("SWAP (before averaging)", [one["before"] for one in swap]),
-        ("SWAP (after averaging)", [one["after"] for one in swap]),
-        ("Large-batch SWA", [record["test_accuracy"] for record in plain["swa_large_batch"]]),
-        (
-            "Small-batch SWA",
-            [sum(record["model_accuracies"]) / len(record["model_accuracies"]) for record in plain["swa_small_batch"]],
-        ),
-    ):
-        assert shown(values, 2) in line(label)
-    starts: dict[str, list[float]] = {
-        "Large-batch SWA": [record["seconds"] for record in plain["large_batch"]],
-        "Large-batch followed by small-batch SWA": [one["phase1"] for one in swap],
-        "Small-batch SWA": [record["seconds"] for record in plain["small_batch"]],
-    }
-    for (label, before), method in zip(starts.items(), SWA_STARTS, strict=True):
-        seconds = [start + record["seconds"] for start, record in zip(before, plain[method], strict=True)]
-        assert shown(seconds, 1) in line(label)
-    assert shown([one["seconds"] for one in swap], 1) in line("SWAP (after averaging)")
-    rows = list(csv.DictReader((root / "comparisons" / "tables.csv").open()))
-    assert len(rows) > 8
+    assert set(quantities) == set(expected)
+    for key, figures in quantities.items():
+        assert list(figures["repeats"].values()) == pytest.approx(expected[key])
+        assert figures["mean"] == pytest.approx(statistics.fmean(expected[key]))
+        assert figures["std"] == pytest.approx(statistics.stdev(expected[key]))
+    text = (compared_project.root / "comparisons" / "tables.md").read_text()
+    accuracies = expected["plain_training", "small_batch", "test_accuracy"]
+    shown = f"{statistics.fmean(accuracies):.2f} ± {statistics.stdev(accuracies):.2f}"
+    row = next(line for line in text.splitlines() if line.startswith("| SGD (small-batch)"))
+    assert row.split("|")[2].strip(" *") == shown
+    lines = list(csv.DictReader((compared_project.root / "comparisons" / "tables.csv").open()))
+    assert {(line["table"], line["method"], line["quantity"]) for line in lines} == set(expected)
 
 
 @pytest.mark.parametrize(

@@ -448,8 +448,8 @@ def test_captions_say_what_the_figures_mean() -> None:
         "Training time of SWA: the run that it starts from (large batch, phase 1, small batch), then its cycles, one "
         "after another, and the average.",
         *shared,
-        "Repeats here: large batch: not recorded; small batch: not recorded; large-batch SWA: not recorded; large-batch "
-        "followed by small-batch SWA: not recorded; small-batch SWA: not recorded.",
+        "Repeats here: large batch: not recorded; small batch: not recorded; large-batch SWA: not recorded; "
+        "large-batch followed by small-batch SWA: not recorded; small-batch SWA: not recorded.",
         "Ran on: large batch: 2 × cpu; phase 1: 2 × cpu; small batch: 1 × cpu; large-batch SWA: 2 × cpu; large-batch "
         "followed by small-batch SWA: 1 × cpu; small-batch SWA: 1 × cpu; each worker: 2 × cpu; phase 3: 1 × cpu.",
         "The clocks exclude evaluation and start-up, for all methods alike.",
