@@ -220,8 +220,8 @@ def test_what_is_asked_for_alone_trains_alone_and_needs_nothing_of_swap(project:
 
     output = project.dvc("repro", f"{COMPARISONS}:small_batch_again")
 
-    assert names(output) == ["small_batch_again@1", "small_batch_again@2"]
-    assert "small_batch repeat 2: trained before" in output
+    assert sorted(names(output)) == ["small_batch_again@1", "small_batch_again@2"]
+    assert output.count(": trained before, taken from") == 1
     spans = [project.json(f"comparisons/metrics/repeat_{r}/small_batch.json")["ran"] for r in (1, 2)]
     if this_machine().cores > 1:
         assert max(begun for begun, _ in spans) < min(ended for _, ended in spans)
