@@ -168,14 +168,22 @@ def test_what_does_not_apply_may_be_left_out() -> None:
     assert parse_params(without).model.width is None
 
 
-@pytest.mark.parametrize(
-    "section", ["small_batch", "large_batch", "swa_large_batch", "swa_large_then_small", "swa_small_batch"]
-)
+@pytest.mark.parametrize("section", ["swa_large_batch", "swa_large_then_small", "swa_small_batch"])
 def test_a_comparison_that_is_not_wanted_may_be_left_out(section: str) -> None:
     without = tree()
     del without[section]
     assert getattr(parse_params(without), section) is None
     assert getattr(parse_params(tree()), section) is not None
+
+
+@pytest.mark.parametrize(("section", "after"), [("small_batch", "swa_small_batch"), ("large_batch", "swa_large_batch")])
+def test_a_baseline_is_left_out_together_with_the_swa_that_starts_from_it(section: str, after: str) -> None:
+    without = tree()
+    del without[section]
+    with pytest.raises(SwapError, match=f"params.yaml: {after} starts from {section}, which is missing"):
+        parse_params(without)
+    del without[after]
+    assert getattr(parse_params(without), section) is None
 
 
 def test_swa_samples_as_many_models_as_it_is_told_or_says_nothing() -> None:
