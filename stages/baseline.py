@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import click
 
+from swap_pipeline.headline import write_headline
 from swap_pipeline.instances import BASELINES, Instance
 from swap_pipeline.launch import baseline_job, run_fan_out
 from swap_pipeline.params import Baseline, Params, read_params
 from swap_pipeline.ranks import chosen_repeat, chosen_section, collects, is_rank, job_of_rank, run_stage
-from swap_pipeline.scratch import JobFolder, write_headline
+from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)

@@ -14,12 +14,13 @@ from typing import Any
 
 import click
 
+from swap_pipeline.headline import write_headline
 from swap_pipeline.instances import SWA_STARTS, Instance
 from swap_pipeline.launch import baseline_job, run_fan_out, worker_job
 from swap_pipeline.params import Baseline, Params, Schedule, Swa, read_params
 from swap_pipeline.ranks import chosen_repeat, chosen_section, collects, is_rank, job_of_rank, run_stage
 from swap_pipeline.schedules import cyclic_after
-from swap_pipeline.scratch import JobFolder, write_headline
+from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.files import read_json, write_json
 from swap_pipeline.instances import Instance
 from swap_pipeline.own_network import source_file
 
@@ -164,15 +163,6 @@ class JobFolder:
         for path in made:
             _link_or_copy(path, checkpoints / path.name)
         _link_or_copy(self.result / "record.json", instance.record)
-
-
-def write_headline(instance: Instance) -> None:
-    """A comparison's figures for `dvc exp show`, which finds them in git: those of repeat 0."""
-    if instance.repeat == 0:
-        record = read_json(instance.record)
-        shown = ("test_accuracy", "test_top5", "test_loss", "train_accuracy", "seconds")
-        figures = {key: record[key] for key in shown if key in record}
-        write_json(Path("comparisons") / f"{instance.method}.json", {instance.method: figures})
 
 
 def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:
