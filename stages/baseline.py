@@ -44,6 +44,7 @@ def train_baseline(params: Params, given: Baseline, instance: Instance, folder: 
     """Plain SGD, as one of its ranks; repeat 0 starts from the same weights as phase 1."""
     from swap_pipeline.data import derive_seed
     from swap_pipeline.distributed import process_group
+    from swap_pipeline.setting import setting_of
     from swap_pipeline.training_job import make_run, run_training_job
 
     seed = params.phase1.seed
@@ -58,12 +59,8 @@ def train_baseline(params: Params, given: Baseline, instance: Instance, folder: 
             ),
             start=derive_seed("initial weights", seed, *instance.chance),
             header={"phase": instance.method, "seed": seed, **instance.header},
-            root=params.data.root,
-            test_crop=params.data.test_crop,
-            augment=params.data.augment,
-            model=params.model,
+            setting=setting_of(params),
             optimizer=params.optimizer,
-            compute=params.compute,
             group=group,
             folder=folder,
         )

@@ -34,6 +34,8 @@ def train_phase1(params: Params, instance: Instance, folder: JobFolder) -> None:
     """Algorithm 1, phase 1, as one of its ranks."""
     from swap_pipeline.data import derive_seed
     from swap_pipeline.distributed import process_group
+    from swap_pipeline.schedules import models_to_keep
+    from swap_pipeline.setting import setting_of
     from swap_pipeline.training_job import make_run, run_training_job
 
     phase = params.phase1
@@ -49,14 +51,11 @@ def train_phase1(params: Params, instance: Instance, folder: JobFolder) -> None:
             ),
             start=derive_seed("initial weights", phase.seed, *instance.chance),
             header={"phase": "phase1", "seed": phase.seed, **instance.header},
-            root=params.data.root,
-            test_crop=params.data.test_crop,
-            augment=params.data.augment,
-            model=params.model,
+            setting=setting_of(params),
             optimizer=params.optimizer,
-            compute=params.compute,
             group=group,
             folder=folder,
+            keep={} if instance.repeat else models_to_keep(phase.keep_epochs, epochs=phase.max_epochs),
         )
 
 

@@ -53,7 +53,9 @@ def train_worker(params: Params, instance: Instance, folder: JobFolder) -> None:
     """Algorithm 1, phase 2, for one w."""
     from swap_pipeline.data import derive_seed
     from swap_pipeline.distributed import process_group
-    from swap_pipeline.training_job import make_run, models_of_cycles, run_training_job
+    from swap_pipeline.schedules import models_of_cycles, models_to_keep
+    from swap_pipeline.setting import setting_of
+    from swap_pipeline.training_job import make_run, run_training_job
 
     phase = params.phase2
     assert instance.start is not None and instance.seed is not None
@@ -70,15 +72,14 @@ def train_worker(params: Params, instance: Instance, folder: JobFolder) -> None:
             ),
             start=instance.start.model,
             header={"phase": "phase2", "seed": instance.seed, **instance.header},
-            root=params.data.root,
-            test_crop=params.data.test_crop,
-            augment=params.data.augment,
-            model=params.model,
+            setting=setting_of(params),
             optimizer=params.optimizer,
-            compute=params.compute,
             group=group,
             folder=folder,
-            keep=models_of_cycles(epochs=phase.epochs, cycles=phase.cycles),
+            keep={
+                **({} if instance.repeat else models_to_keep(phase.keep_epochs, epochs=phase.epochs)),
+                **models_of_cycles(epochs=phase.epochs, cycles=phase.cycles),
+            },
         )
 
 

@@ -47,17 +47,14 @@ def average_workers(params: Params, instance: Instance, folder: JobFolder) -> No
     """Algorithm 1, phase 3, as one of its ranks."""
     from swap_pipeline.averaging_job import run_averaging_job
     from swap_pipeline.distributed import process_group
+    from swap_pipeline.setting import setting_of
 
     with process_group() as group:
         run_averaging_job(
             model_files(instance.repeat, params.workers.seeds, params.phase2.cycles),
             name=instance.name,
             header={"phase": "phase3", "seeds": sorted(params.workers.seeds), **instance.header},
-            root=params.data.root,
-            test_crop=params.data.test_crop,
-            augment=params.data.augment,
-            model=params.model,
-            compute=params.compute,
+            setting=setting_of(params),
             statistics=params.phase3,
             group=group,
             folder=folder,

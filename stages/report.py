@@ -21,6 +21,7 @@ def main() -> None:
 
     phase1, phase3 = read_json(Path("metrics/phase1.json")), read_json(Path("metrics/phase3.json"))
     workers = {seed: read_json(Path(f"metrics/phase2/seed_{seed}.json")) for seed in params.workers.seeds}
+    averaged = read_json(Path("metrics/averaged.json"))["points"]
     table = result_table(phase1, workers, phase3)
     write_json(Path("metrics/swap.json"), summarise(phase1, workers, phase3))
     write_text(Path("plots/curves.csv"), curves_csv(phase1, workers))

@@ -19,7 +19,7 @@ from swap_pipeline.instances import SWA_STARTS, Instance
 from swap_pipeline.launch import baseline_job, run_fan_out, worker_job
 from swap_pipeline.params import Baseline, Params, Schedule, Swa, read_params
 from swap_pipeline.ranks import chosen_repeat, chosen_section, collects, is_rank, job_of_rank, run_stage
-from swap_pipeline.schedules import cyclic_after
+from swap_pipeline.schedules import cyclic_after, models_of_cycles
 from swap_pipeline.scratch import JobFolder
 
 
@@ -69,7 +69,8 @@ def train_and_average(
     from swap_pipeline.data import derive_seed
     from swap_pipeline.distributed import process_group
     from swap_pipeline.files import read_json
-    from swap_pipeline.training_job import make_run, models_of_cycles, run_training_job
+    from swap_pipeline.setting import setting_of
+    from swap_pipeline.training_job import make_run, run_training_job
 
     models = given.models or len(params.workers.seeds) * params.phase2.cycles
     cycle = given.cycle_epochs or params.phase2.epochs // params.phase2.cycles
@@ -77,11 +78,7 @@ def train_and_average(
     assert instance.start is not None
     shared: dict[str, Any] = {
         "header": {"phase": instance.method, "seed": seed, **instance.header},
-        "root": params.data.root,
-        "test_crop": params.data.test_crop,
-        "augment": params.data.augment,
-        "model": params.model,
-        "compute": params.compute,
+        "setting": setting_of(params),
     }
     with process_group() as group:
         if group.main_says(folder.is_complete):

@@ -4,20 +4,94 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from swap_pipeline.averaging import average_files
 from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.checkpoint import load_weights
+from swap_pipeline.data import Meta, Split, View
 from swap_pipeline.distributed import Group
+from swap_pipeline.files import read_json, write_json
 from swap_pipeline.models import describe_network, new_network
-from swap_pipeline.params import Augment, Compute, Model, Phase3
+from swap_pipeline.params import Phase3
 from swap_pipeline.precision import autocast
 from swap_pipeline.progress import Reporter
 from swap_pipeline.scratch import JobFolder
-from swap_pipeline.training import evaluate, set_up, write_result
+from swap_pipeline.setting import Setting
+from swap_pipeline.training import Score, evaluate, set_up, write_result
 from swap_pipeline.training_job import describe_model, open_data, view_of_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averager:
+    """What it takes to average models and test the mean, again and again: data and a network, on this rank's device."""
+
+    setting: Setting
+    statistics: Phase3
+    group: Group
+    meta: Meta
+    train_images: Split
+    test_images: Split
+    description: Mapping[str, Any]
+    network: nn.Module
+
+    @classmethod
+    def open(cls, setting: Setting, statistics: Phase3, group: Group) -> Averager:
+        meta, train_images, test_images = open_data(setting, group)
+        description = describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes))
+        return cls(
+            setting=setting,
+            statistics=statistics,
+            group=group,
+            meta=meta,
+            train_images=train_images,
+            test_images=test_images,
+            description=description,
+            network=new_network(description, seed=0),
+        )
+
+    def average(self, models: Sequence[Path], mean: Path, reporter: Reporter | None = None) -> float:
+        """Give `network` the mean of `models`, by way of the file `mean`, and statistics; returns the seconds."""
+        self.group.wait()
+        began = time.perf_counter()
+        if self.group.is_main:
+            average_files(models, mean, {})
+        self.group.wait()
+        if reporter is not None:
+            reporter.done(1, f"averaged {len(models)} models")
+        load_weights(self.network, mean)
+        set_up(self.network, self.setting.compute, self.group)
+        layers = self.recompute_statistics(view_of_checkpoint(models[-1]))
+        self.group.finish_queued_work()
+        seconds = time.perf_counter() - began
+        self.group.wait()
+        if self.group.is_main:
+            mean.unlink()
+        if reporter is not None:
+            what = f"statistics of {layers} batch-norm layers"
+            reporter.done(2, what if layers else "no batch norm, so no statistics to compute")
+        return seconds
+
+    def recompute_statistics(self, view: View | None) -> int:
+        """Of the network as it is, over the training images; returns the number of batch-norm layers."""
+        batches = batches_of_rank(
+            self.train_images,
+            batch_size=self.statistics.batch_size,
+            seed=self.statistics.seed,
+            augment=self.setting.augment if self.statistics.augment else None,
+            view=view,
+            group=self.group,
+        )
+        with autocast(self.setting.compute.precision, self.group.device):
+            return recompute_statistics(self.network, batches, variance=self.statistics.variance, group=self.group)
+
+    def test(self, view: View | None) -> Score:
+        precision = self.setting.compute.precision
+        return evaluate(self.network, self.test_images, group=self.group, precision=precision, view=view)
 
 
 def run_averaging_job(
@@ -25,11 +99,7 @@ def run_averaging_job(
     *,
     name: str,
     header: Mapping[str, Any],
-    root: str,
-    test_crop: str,
-    augment: Augment,
-    model: Model,
-    compute: Compute,
+    setting: Setting,
     statistics: Phase3,
     group: Group,
     folder: JobFolder,
@@ -44,40 +114,19 @@ def run_averaging_job(
             return
         started = time.time()
         reporter = Reporter(name=name, total=3, folder=folder.path, is_main=group.is_main)
-        meta, train_images, test_images = open_data(root=root, test_crop=test_crop, group=group)
+        averager = Averager.open(setting, statistics, group)
+        seconds = averager.average(models, folder.path / "mean.safetensors", reporter)
         view = view_of_checkpoint(models[-1])
-        description = describe_network(model, channels=meta.channels, num_classes=len(meta.classes))
-        network = new_network(description, seed=0)
-        shape = train_images.image_shape(view)
-        about = describe_model(description, meta, image_shape=shape, view=view, test_crop=test_crop)
-        mean = folder.path / "mean.safetensors"
-        group.wait()
-        began = time.perf_counter()
-        if group.is_main:
-            average_files(models, mean, {})
-        group.wait()
-        reporter.done(1, f"averaged {len(models)} models")
-        load_weights(network, mean)
-        set_up(network, compute, group)
-        batches = batches_of_rank(
-            train_images,
-            batch_size=statistics.batch_size,
-            seed=statistics.seed,
-            augment=augment if statistics.augment else None,
-            view=view,
-            group=group,
-        )
-        with autocast(compute.precision, group.device):
-            layers = recompute_statistics(network, batches, variance=statistics.variance, group=group)
-        group.finish_queued_work()
-        seconds = time.perf_counter() - began
-        reporter.done(
-            2, f"statistics of {layers} batch-norm layers" if layers else "no batch norm, so no statistics to compute"
-        )
-        score = evaluate(network, test_images, group=group, precision=compute.precision, view=view)
+        score = averager.test(view)
         reporter.done(3, f"test {score.accuracy:.2f} %  loss {score.loss:.4f}  {seconds:.1f} s")
         if group.is_main:
-            mean.unlink()
+            about = describe_model(
+                averager.description,
+                averager.meta,
+                image_shape=averager.train_images.image_shape(view),
+                view=view,
+                test_crop=setting.test_crop,
+            )
             record = {
                 **(before or {}),
                 "models": len(models),
@@ -86,4 +135,39 @@ def run_averaging_job(
                 **group.as_json(),
                 "ran": [before["ran"][0] if before else started, time.time()],
             }
-            write_result(folder, network, {**about, **header}, record)
+            write_result(folder, averager.network, {**about, **header}, record)
+
+
+def run_averages_job(
+    models: Mapping[str, Sequence[Path]],
+    *,
+    name: str,
+    setting: Setting,
+    statistics: Phase3,
+    group: Group,
+    folder: JobFolder,
+) -> None:
+    """Be one rank of a job that tests the mean of several sets of models, each under a label.
+
+    What is done is kept, so that a killed job goes on with the next set. The record has `points`, in the given order.
+    """
+    with folder.writer(is_main=group.is_main):
+        if group.main_says(folder.is_complete):
+            return
+        reporter = Reporter(name=name, total=len(models), folder=folder.path, is_main=group.is_main)
+        averager = Averager.open(setting, statistics, group)
+        points: list[dict[str, Any]] = []
+        for number, (label, files) in enumerate(models.items(), start=1):
+            kept = folder.kept / f"{label}.json"
+            if not group.main_says(kept.exists()):
+                averager.average(files, folder.path / "mean.safetensors")
+                score = averager.test(view_of_checkpoint(files[-1]))
+                if group.is_main:
+                    write_json(kept, {"label": label, "models": len(files), **score.as_json()})
+            if group.is_main:
+                points.append(read_json(kept))
+                done = points[-1]
+                reporter.done(number, f"{label}  test {done['test_accuracy']:.2f} %  loss {done['test_loss']:.4f}")
+        if group.is_main:
+            with folder.complete() as result:
+                write_json(result / "record.json", {"points": points, **group.as_json()})

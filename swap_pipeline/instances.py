@@ -18,6 +18,7 @@ SWA_STARTS = {
     "swa_small_batch": "small_batch",
 }
 """Each variant of SWA, with the method whose model it starts from."""
+ANALYSES = ("landscape", "cosine", "workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Instance:
     """One run of one method: what DVC calls an instance of a stage."""
 
     method: str
-    """a phase, a baseline or a variant of SWA"""
+    """a phase, `averaged`, a baseline, a variant of SWA or an analysis"""
     repeat: int = 0
     seed: int | None = None
     """of a worker of phase 2"""
@@ -40,6 +41,8 @@ class Instance:
     @property
     def stage_file(self) -> str:
         """The `dvc.yaml` that declares the stage."""
+        if self.method in ANALYSES:
+            return "analysis/dvc.yaml"
         return "dvc.yaml" if self._in_plain_pipeline else "comparisons/dvc.yaml"
 
     @property
@@ -60,17 +63,27 @@ class Instance:
     @property
     def command(self) -> tuple[str, ...]:
         """Module and arguments, as after `python -m`."""
-        if self.method in PHASES:
-            module: tuple[str, ...] = (f"stages.{self.method}",)
-        elif self.method in BASELINES:
-            module = ("stages.baseline", self.method)
-        else:
+        if self.method in BASELINES:
+            module: tuple[str, ...] = ("stages.baseline", self.method)
+        elif self.method in SWA_STARTS:
             module = ("stages.swa", self.method)
+        else:
+            module = (f"stages.{self.method}",)
         options = {"seed": self.seed, "repeat": self.repeat or None}
         return (
             *module,
             *(word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))),
         )
+
+    @property
+    def has_models(self) -> bool:
+        """Whether it leaves models; others only look at those of others."""
+        return self.method not in ("averaged", *ANALYSES)
+
+    @property
+    def outs(self) -> tuple[Path, ...]:
+        """What DVC keeps of it."""
+        return (self.checkpoints, self.record) if self.has_models else (self.record,)
 
     @property
     def checkpoints(self) -> Path:
@@ -85,7 +98,7 @@ class Instance:
     @property
     def record(self) -> Path:
         """The file with what is known of the run."""
-        folder = self._place("metrics")
+        folder = Path("analysis") if self.method in ANALYSES else self._place("metrics")
         return folder / f"{self.method}.json" if self.seed is None else folder / self.method / f"seed_{self.seed}.json"
 
     @property
@@ -113,7 +126,7 @@ class Instance:
 
     @property
     def _in_plain_pipeline(self) -> bool:
-        return self.method in PHASES and self.repeat == 0
+        return self.method in (*PHASES, "averaged") and self.repeat == 0
 
     def _place(self, kind: str) -> Path:
         return Path(kind) if self._in_plain_pipeline else Path("comparisons") / kind / f"repeat_{self.repeat}"

@@ -27,6 +27,9 @@ Knots = tuple[tuple[float, float], ...]
 """`[[epoch, value], …]`, with straight lines between them."""
 
 
+EpochList = tuple[int, ...] | Literal["all"]
+
+
 def knob(doc: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None) -> Any:
     """Declare a parameter: what it means and which values make sense."""
     return field(metadata={"doc": doc, "minimum": minimum, "above": above, "maximum": maximum})
@@ -116,6 +119,7 @@ class Phase1(Schedule):
         "training accuracy in percent that ends the phase once passed; 100 for never", minimum=0, maximum=100
     )
     seed: int = knob("initial weights, data order and augmentation", minimum=0, maximum=2**63 - 1)
+    keep_epochs: EpochList = knob("epochs whose models are kept beside the last, for the analysis; or all", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,7 @@ class Phase2(Schedule):
     )
     first_epoch: int | None = optional("what the knots call the first epoch of this phase; 0 if left out", minimum=0)
     gpus_per_worker: int = knob("GPUs that train one worker together", minimum=1)
+    keep_epochs: EpochList = knob("epochs after which the workers' models are kept and averaged too; or all", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +171,18 @@ class Phase3:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What is computed of a finished run, and how finely."""
+
+    grid: int = knob("points along each side of a landscape", minimum=2)
+    margin: float = knob("how far a landscape reaches beyond its marked points, as a share of their extent", minimum=0)
+    train_images: int | Literal["all"] = knob("for statistics and training error at each point", minimum=2)
+    test_images: int | Literal["all"] = knob("for the test error at each point", minimum=1)
+    gradient_images: int | Literal["all"] = knob("for the gradient whose direction is looked at", minimum=2)
+    subsets: int = knob("at most so many choices of k workers are averaged and tested, for every k", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Params:
     """The whole of `params.yaml`."""
 
@@ -188,6 +205,7 @@ class Params:
     swa_large_batch: Swa | None = optional("SWA after and with large batches")
     swa_large_then_small: Swa | None = optional("SWA with small batches after phase 1")
     swa_small_batch: Swa | None = optional("SWA after and with small batches")
+    analysis: Analysis | None = optional("landscapes, directions and choices of workers")
 
 
 def read_params(path: Path = Path("params.yaml")) -> Params:
@@ -227,6 +245,8 @@ def _check_together(params: Params) -> None:
     for name, start in (("swa_large_batch", "large_batch"), ("swa_small_batch", "small_batch")):
         if getattr(params, name) is not None and getattr(params, start) is None:
             raise SwapError(f"{name} starts from {start}, which is missing: add that section, or remove this one too")
+    _check_kept("phase1", params.phase1.keep_epochs, epochs=params.phase1.max_epochs, length="max_epochs")
+    _check_kept("phase2", params.phase2.keep_epochs, epochs=params.phase2.epochs)
     if params.model.pretrained and params.model.zero_init_last_gamma:
         raise SwapError(
             "model.zero_init_last_gamma has no effect on published weights (model.pretrained): set it to false"
@@ -251,6 +271,11 @@ def _check_distinct(key: str, seeds: tuple[int, ...]) -> None:
             f"{key} lists {', '.join(map(str, twice))} more than once: "
             f"equal seeds give equal models, so list each one once"
         )
+
+
+def _check_kept(name: str, kept: EpochList, *, epochs: int, length: str = "epochs") -> None:
+    if kept != "all" and (late := [epoch for epoch in kept if epoch > epochs]):
+        raise SwapError(f"{name}.keep_epochs lists {late[0]}, but {name}.{length} is {epochs}: take it out")
 
 
 _BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")

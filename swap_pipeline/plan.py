@@ -16,7 +16,7 @@ from swap_pipeline.data import steps_per_epoch
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import SWA_STARTS
 from swap_pipeline.params import Baseline, Params, Schedule, check_divisible
-from swap_pipeline.schedules import PiecewiseLinear, Steps, by_epoch, learning_rate_of
+from swap_pipeline.schedules import PiecewiseLinear, Steps, by_epoch, learning_rate_of, models_of_cycles, models_to_keep
 
 Size = tuple[int, int]
 """height and width of an image in pixels"""
@@ -151,6 +151,8 @@ class Plan:
     """a device's weights, gradients and momentum, without activations"""
     checkpoint_bytes: int
     num_checkpoints: int
+    num_kept: int
+    """models kept on the way, for the analysis"""
     snapshot_bytes: int
     notes: tuple[str, ...]
 
@@ -245,6 +247,7 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         memory_bytes=network.state_bytes + network.gradient_bytes + momentum_bytes,
         checkpoint_bytes=network.state_bytes,
         num_checkpoints=1 + phase3.num_models + 1,
+        num_kept=_num_kept(params),
         snapshot_bytes=network.state_bytes + momentum_bytes,
         notes=(
             *_notes(
@@ -258,6 +261,14 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
             *_note_of_comparisons(params, phase1=phase1, worker=worker, baselines=baselines, num_train=data.num_train),
         ),
     )
+
+
+def _num_kept(params: Params) -> int:
+    phase1, phase2 = params.phase1, params.phase2
+    of_phase1 = models_to_keep(phase1.keep_epochs, epochs=phase1.max_epochs)
+    of_worker = models_to_keep(phase2.keep_epochs, epochs=phase2.epochs).keys()
+    ends = models_of_cycles(epochs=phase2.epochs, cycles=phase2.cycles).keys()
+    return len(of_phase1) + len(params.workers.seeds) * len(of_worker - ends)
 
 
 def _plan_baseline(section: str, given: Baseline | None, *, data: DataFacts, network: NetworkFacts) -> RunPlan | None:

@@ -90,11 +90,18 @@ def _facts(plan: Plan) -> Iterator[str]:
         "memory": f"{_bytes(plan.memory_bytes)} on each device for weights, gradients and momentum in fp32; "
         f"activations are not counted",
         "disk": f"{_bytes(plan.checkpoint_bytes)} a checkpoint, {_bytes(plan.num_checkpoints * plan.checkpoint_bytes)} "
-        f"for all {plan.num_checkpoints}; {_bytes(plan.snapshot_bytes)} a snapshot, of which a run at work keeps two",
+        f"for all {plan.num_checkpoints}{_kept(plan)}; "
+        f"{_bytes(plan.snapshot_bytes)} a snapshot, of which a run at work keeps two",
     }
     for name, text in facts.items():
         for index, line in enumerate(text.splitlines()):
             yield from _paragraph(f"{'' if index else name:<9}{line}", hang=9)
+
+
+def _kept(plan: Plan) -> str:
+    if not plan.num_kept:
+        return ""
+    return f" and {_bytes(plan.num_kept * plan.checkpoint_bytes)} for {plan.num_kept} kept on the way"
 
 
 def _work(plan: Plan) -> Iterator[tuple[str, ...]]:

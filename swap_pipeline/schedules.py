@@ -1,4 +1,4 @@
-"""Learning rate, batch size and image size as pure functions of the fractional epoch."""
+"""Learning rate, batch size and image size as pure functions of the fractional epoch; which epochs leave a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from swap_pipeline.params import Schedule
+from swap_pipeline.params import EpochList, Schedule
 
 Value = TypeVar("Value")
 
@@ -87,3 +87,13 @@ def by_epoch(given: Value | tuple[tuple[int, Value], ...], *, first_epoch: int =
     if not isinstance(given, tuple):
         return Steps((0,), (given,))
     return Steps(tuple(epoch - first_epoch for epoch, _ in given), tuple(value for _, value in given))
+
+
+def models_of_cycles(*, epochs: int, cycles: int) -> dict[int, str]:
+    """Which models to keep, by epoch: those at the ends of cycles. The last cycle's is the result itself."""
+    return {epochs // cycles * k: f"cycle_{k}.safetensors" for k in range(1, cycles)}
+
+
+def models_to_keep(wanted: EpochList, *, epochs: int) -> dict[int, str]:
+    """Which models of a run to keep beside its last one, by epoch, for the analysis of its course."""
+    return {epoch: f"epoch_{epoch}.safetensors" for epoch in range(1, epochs) if wanted == "all" or epoch in wanted}

@@ -156,12 +156,13 @@ class JobFolder:
 
     def collect(self, instance: Instance) -> None:
         """Put the result where DVC expects it: links where the file system allows, else copies, never moves."""
-        made, checkpoints = sorted(self.result.glob("*.safetensors")), instance.checkpoints
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
-            stale.unlink()
-        for path in made:
-            _link_or_copy(path, checkpoints / path.name)
+        if instance.has_models:
+            made, checkpoints = sorted(self.result.glob("*.safetensors")), instance.checkpoints
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
+                stale.unlink()
+            for path in made:
+                _link_or_copy(path, checkpoints / path.name)
         _link_or_copy(self.result / "record.json", instance.record)
 
 

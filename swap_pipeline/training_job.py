@@ -15,10 +15,11 @@ from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root
 from swap_pipeline.models import describe_network, load_pretrained, new_network
-from swap_pipeline.params import Augment, Compute, Model, Optimizer, Schedule
+from swap_pipeline.params import Compute, Optimizer, Schedule
 from swap_pipeline.progress import Reporter
 from swap_pipeline.schedules import by_epoch, learning_rate_of
 from swap_pipeline.scratch import JobFolder
+from swap_pipeline.setting import Setting
 from swap_pipeline.training import Run, as_prepared, train, write_result
 
 PREPARED = Path("data/prepared")
@@ -48,11 +49,6 @@ def make_run(
     )
 
 
-def models_of_cycles(*, epochs: int, cycles: int) -> dict[int, str]:
-    """Which models to keep, by epoch: those at the ends of cycles. The last cycle's is the result itself."""
-    return {epochs // cycles * k: f"cycle_{k}.safetensors" for k in range(1, cycles)}
-
-
 def _view_of(given: Schedule, first_epoch: int) -> Callable[[float], View | None]:
     if given.image_size is None:
         return as_prepared
@@ -61,18 +57,16 @@ def _view_of(given: Schedule, first_epoch: int) -> Callable[[float], View | None
     return lambda epoch: View(size=size(epoch), min_scale=None if scale is None else scale(epoch))
 
 
-def open_data(*, root: str, test_crop: str, group: Group) -> tuple[Meta, Split, Split]:
-    """The prepared data set for this rank's device: what is known of it, training and test images.
-
-    `root` is where image files are found; what is in them was recorded when they were prepared.
-    """
+def open_data(setting: Setting, group: Group) -> tuple[Meta, Split, Split]:
+    """The prepared data set for this rank's device: what is known of it, training and test images."""
     meta = read_meta(PREPARED)
     if meta.in_memory:
         return meta, read_images(PREPARED, "train", group.device), read_images(PREPARED, "test", group.device)
     from swap_pipeline.loader import FileImages  # with torchvision, which doubles the time that a rank needs to start
 
     def split(name: str) -> FileImages:
-        return FileImages(PREPARED, name, meta, root=find_root(root), test_crop=test_crop, device=group.device)
+        root = find_root(setting.root)
+        return FileImages(PREPARED, name, meta, root=root, test_crop=setting.test_crop, device=group.device)
 
     train_images, test_images = split("train"), split("test")
     for images in (train_images, test_images):
@@ -137,12 +131,8 @@ def run_training_job(
     *,
     start: int | Path,
     header: Mapping[str, Any],
-    root: str,
-    test_crop: str,
-    augment: Augment,
-    model: Model,
+    setting: Setting,
     optimizer: Optimizer,
-    compute: Compute,
     group: Group,
     folder: JobFolder,
     progress: Path | None = None,
@@ -157,19 +147,19 @@ def run_training_job(
         if group.main_says(folder.is_complete):
             return
         began = time.time()
-        meta, train_images, test_images = open_data(root=root, test_crop=test_crop, group=group)
+        meta, train_images, test_images = open_data(setting, group)
         check_view(run, meta)
-        description = describe_network(model, channels=meta.channels, num_classes=len(meta.classes))
+        description = describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes))
         network = new_network(description, seed=start if isinstance(start, int) else 0)
         if isinstance(start, Path):
             load_weights(network, start)
-        elif model.pretrained:
+        elif setting.model.pretrained:
             load_pretrained(network, description)
 
         def info_after(epoch: int) -> dict[str, Any]:
             view = run.view(epoch - 1)
             about = describe_model(
-                description, meta, image_shape=train_images.image_shape(view), view=view, test_crop=test_crop
+                description, meta, image_shape=train_images.image_shape(view), view=view, test_crop=setting.test_crop
             )
             return {**about, **header}
 
@@ -178,15 +168,15 @@ def run_training_job(
                 write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
 
         watched = progress or folder.path
-        with _explained(compute):
+        with _explained(setting.compute):
             record = train(
                 run,
                 network,
                 train_images=train_images,
                 test_images=test_images,
-                augment=augment,
+                augment=setting.augment,
                 optimizer=optimizer,
-                compute=compute,
+                compute=setting.compute,
                 group=group,
                 snapshots=folder.path,
                 reporter=Reporter(name=run.name, total=run.epochs, folder=watched, is_main=group.is_main),

@@ -29,9 +29,11 @@ TINY = {
     "phase1.warmup_epochs": 1,
     "phase1.max_epochs": 3,
     "phase1.stop_accuracy": 100.0,
+    "phase1.keep_epochs": [2],
     "phase2.batch_size": 12,
     "phase2.peak_lr": 0.05,
     "phase2.epochs": 2,
+    "phase2.keep_epochs": [1],
     "workers.seeds": [0, 1, 2],
     "phase3.batch_size": 50,
     "repeats": [1],
@@ -46,6 +48,11 @@ TINY = {
     "swa_large_batch.peak_lr": 0.1,
     "swa_large_then_small.peak_lr": 0.05,
     "swa_small_batch.peak_lr": 0.05,
+    "analysis.grid": 3,
+    "analysis.train_images": 100,
+    "analysis.test_images": 60,
+    "analysis.gradient_images": 100,
+    "analysis.subsets": 2,
 }
 
 

@@ -78,6 +78,8 @@ def attributes_of(name: str, script: Path) -> set[str]:
 def params_read(script: Path) -> set[str]:
     """Dotted keys after `params.` in a script."""
     keys = attributes_of("params", script)
+    if "setting" in imported_modules(script):
+        keys |= attributes_of("params", package_file("setting"))
     # `params.phase1` is part of `params.phase1.batch_size`: keep the longest.
     return {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
 
@@ -120,7 +122,8 @@ def test_a_stage_declares_exactly_the_params_it_reads(name: str) -> None:
 def instances() -> list[Instance]:
     phases = [Instance(method="phase1"), Instance(method="phase2", seed=7), Instance(method="phase3")]
     others = [Instance(method=method) for method in (*BASELINES, *SWA_STARTS)]
-    return [again for one in (*phases, *others) for again in (one, replace(one, repeat=5))]
+    repeated = [again for one in (*phases, *others) for again in (one, replace(one, repeat=5))]
+    return [*repeated, Instance(method="averaged")]
 
 
 @pytest.mark.parametrize("instance", instances(), ids=lambda instance: instance.stage_name)
@@ -133,7 +136,7 @@ def test_the_code_and_dvc_yaml_mean_the_same_command_and_files(instance: Instanc
 
     assert list(stage.get("matrix", {})) == list(instance.item)
     assert filled_in(stage["cmd"]) == " ".join(("python -m", *instance.command))
-    assert [filled_in(out) for out in stage["outs"]] == [str(instance.checkpoints), str(instance.record)]
+    assert [filled_in(out) for out in stage["outs"]] == [str(path) for path in instance.outs]
     deps = {filled_in(dep) for dep in stage["deps"]}
     assert (instance.start is None) or str(instance.start.model) in deps
     assert sum(dep.endswith(".safetensors") for dep in deps) == (instance.start is not None)

@@ -58,6 +58,7 @@ PAPER_CIFAR10 = {
         "max_epochs": 150,
         "stop_accuracy": 98.0,
         "seed": 0,
+        "keep_epochs": [],
     },
     "phase2": {
         "batch_size": 512,
@@ -66,6 +67,7 @@ PAPER_CIFAR10 = {
         "epochs": 30,
         "cycles": 1,
         "gpus_per_worker": 1,
+        "keep_epochs": [5, 10, 15, 20, 25],
     },
     "workers": {"seeds": [0, 1, 2, 3, 4, 5, 6, 7]},
     "phase3.batch_size": 512,
@@ -160,6 +162,7 @@ def test_cycles_begin_anew_at_the_peak_and_each_leaves_a_model() -> None:
     ]
     assert plan.phase3.num_models == 16
     assert plan.num_checkpoints == 18
+    assert plan.num_kept == 8 * 4  # of 5, 10, 15, 20 and 25, the 20th ends a cycle
 
 
 def test_batch_sizes_by_epoch_count_their_own_steps() -> None:
@@ -726,7 +729,7 @@ def test_the_text_shows_schedules_work_and_time_side_by_side() -> None:
         "phase 2, 8 workers in 2 rounds 49 min 40 s 3 h 19 min",
         "small batch on 2 devices 41 min 23 s 1 h 23 min",
         "network resnet9: 6,573,120 parameters, 26.3 MB in 25 trainable tensors",
-        "disk 26.3 MB a checkpoint, 263 MB for all 10; 52.6 MB a snapshot",
+        "disk 26.3 MB a checkpoint, 263 MB for all 10 and 1.1 GB for 40 kept on the way; 52.6 MB a snapshot",
     ):
         assert line in flat
     assert "\N{NO-BREAK SPACE}" not in text

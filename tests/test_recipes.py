@@ -95,10 +95,16 @@ def test_cifar10_has_the_numbers_of_table_5() -> None:
     params = recipe("cifar10")
     assert params.data.name == "cifar10"
     assert params.phase1 == Phase1(
-        batch_size=4096, peak_lr=1.2, warmup_epochs=30, max_epochs=150, stop_accuracy=98, seed=0
+        batch_size=4096, peak_lr=1.2, warmup_epochs=30, max_epochs=150, stop_accuracy=98, seed=0, keep_epochs=()
     )
     assert params.phase2 == Phase2(
-        batch_size=512, peak_lr=0.12, warmup_epochs=0, epochs=30, cycles=1, gpus_per_worker=1
+        batch_size=512,
+        peak_lr=0.12,
+        warmup_epochs=0,
+        epochs=30,
+        cycles=1,
+        gpus_per_worker=1,
+        keep_epochs=(5, 10, 15, 20, 25),
     )
     assert params.small_batch == Baseline(batch_size=512, peak_lr=0.3, warmup_epochs=30, epochs=100, gpus=2)
     assert params.large_batch == Baseline(batch_size=4096, peak_lr=1.2, warmup_epochs=30, epochs=150, gpus=8)
@@ -108,10 +114,10 @@ def test_cifar100_has_the_numbers_of_table_6_but_the_ten_epochs_of_the_text() ->
     params = recipe("cifar100")
     assert params.data.name == "cifar100"
     assert params.phase1 == Phase1(
-        batch_size=2048, peak_lr=1.2, warmup_epochs=45, max_epochs=150, stop_accuracy=90, seed=0
+        batch_size=2048, peak_lr=1.2, warmup_epochs=45, max_epochs=150, stop_accuracy=90, seed=0, keep_epochs=()
     )
     assert params.phase2 == Phase2(
-        batch_size=128, peak_lr=0.05, warmup_epochs=0, epochs=10, cycles=1, gpus_per_worker=1
+        batch_size=128, peak_lr=0.05, warmup_epochs=0, epochs=10, cycles=1, gpus_per_worker=1, keep_epochs=(2, 4, 6, 8)
     )
     assert params.small_batch == Baseline(batch_size=128, peak_lr=0.2, warmup_epochs=60, epochs=150, gpus=1)
     assert params.large_batch == Baseline(batch_size=2048, peak_lr=1.2, warmup_epochs=45, epochs=150, gpus=8)

@@ -1,0 +1,84 @@
+"""The average as it would be had phase 2 stopped earlier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Project
+
+from stages.averaged import models_after
+from swap_pipeline.averaging_job import Averager
+from swap_pipeline.params import parse_params, read_params
+from swap_pipeline.setting import setting_of
+
+
+def test_the_last_point_is_phase_3s_result(finished_project: Project) -> None:
+    points = finished_project.json("metrics/averaged.json")["points"]
+    phase3 = finished_project.json("metrics/phase3.json")
+    assert [point["label"] for point in points] == ["epoch_1", "epoch_2"]
+    assert points[-1]["test_accuracy"] == phase3["test_accuracy"]
+    assert points[-1]["test_loss"] == phase3["test_loss"]
+
+
+def test_an_earlier_point_is_the_mean_of_the_models_kept_then(
+    finished_project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from swap_pipeline.checkpoint import read_tensors
+    from swap_pipeline.distributed import Group
+
+    monkeypatch.chdir(finished_project.root)
+    params = read_params()
+    group = Group(rank=0, world_size=1, device=torch.device("cpu"))
+    averager = Averager.open(setting_of(params), params.phase3, group)
+    kept = [read_tensors(Path(f"checkpoints/phase2/seed_{seed}/epoch_1.safetensors"))[0] for seed in (0, 1, 2)]
+    for name, parameter in averager.network.named_parameters():
+        parameter.data.copy_(sum(tensors[name].double() for tensors in kept) / 3)
+    averager.network.to(memory_format=torch.channels_last)
+    averager.recompute_statistics(None)
+    score = averager.test(None)
+
+    (first, _) = finished_project.json("metrics/averaged.json")["points"]
+    assert first["test_accuracy"] == pytest.approx(score.accuracy)
+    assert first["test_loss"] == pytest.approx(score.loss, rel=1e-5)
+
+
+def test_workers_keep_the_models_that_params_list(finished_project: Project) -> None:
+    def models(folder: str) -> list[str]:
+        return sorted(path.name for path in (finished_project.root / folder).iterdir())
+
+    assert models("checkpoints/phase1") == ["epoch_2.safetensors", "model.safetensors"]
+    assert models("checkpoints/phase2/seed_1") == ["epoch_1.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "expected"),
+    [
+        (2, ["epoch_2"]),
+        (4, ["cycle_1"]),
+        (5, ["cycle_1", "epoch_5"]),
+        (8, ["cycle_1", "cycle_2"]),
+        (12, ["cycle_1", "cycle_2", "model"]),
+    ],
+)
+def test_with_cycles_the_models_of_past_cycles_take_part(epoch: int, expected: list[str]) -> None:
+    paths = models_after(epoch, seeds=(3, 1), epochs=12, cycles=3)
+    assert paths == [Path(f"checkpoints/phase2/seed_{seed}/{name}.safetensors") for seed in (1, 3) for name in expected]
+
+
+def test_epochs_that_never_come_are_refused(tree: dict[str, object]) -> None:
+    for section, length in (("phase1", "max_epochs"), ("phase2", "epochs")):
+        changed = {**tree, section: {**tree[section], "keep_epochs": [1, 99]}}  # type: ignore[dict-item]
+        with pytest.raises(Exception, match=rf"{section}\.keep_epochs lists 99, but {section}\.{length} is"):
+            parse_params(changed)
+
+
+@pytest.fixture
+def tree() -> dict[str, object]:
+    from conftest import ROOT
+    from ruamel.yaml import YAML
+
+    loaded: dict[str, object] = YAML(typ="safe").load((ROOT / "recipes" / "fashion-mini.yaml").read_text())
+    return loaded
