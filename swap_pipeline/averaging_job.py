@@ -16,6 +16,7 @@ from swap_pipeline.checkpoint import load_weights
 from swap_pipeline.data import Meta, Split, View
 from swap_pipeline.distributed import Group
 from swap_pipeline.files import read_json, write_json
+from swap_pipeline.memory import must_fit
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Phase3
 from swap_pipeline.precision import autocast
@@ -86,7 +87,8 @@ class Averager:
             view=view,
             group=self.group,
         )
-        with autocast(self.setting.compute.precision, self.group.device):
+        too_much = must_fit(f"a batch of {self.statistics.batch_size} images", remedy="lower phase3.batch_size")
+        with too_much, autocast(self.setting.compute.precision, self.group.device):
             return recompute_statistics(self.network, batches, variance=self.statistics.variance, group=self.group)
 
     def test(self, view: View | None) -> Score:

@@ -6,6 +6,7 @@ are shared, and from rounding.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -60,9 +61,24 @@ def num_loaders(default: int) -> int:
     return _count("SWAP_LOADERS", default)
 
 
-def timeout_minutes() -> int:
+def timeout_minutes() -> float:
     """SWAP_TIMEOUT_MINUTES: how long a rank waits for the others."""
-    return _count("SWAP_TIMEOUT_MINUTES", 30)
+    text = os.environ.get("SWAP_TIMEOUT_MINUTES") or "30"
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < 1e6:
+        raise SwapError(f"SWAP_TIMEOUT_MINUTES is {text!r}: write a number of minutes above 0")
+    return minutes
+
+
+def num_retries() -> int:
+    """SWAP_RETRIES: how often a job that ended without an error of its own, killed for example, is started again."""
+    text = os.environ.get("SWAP_RETRIES") or "1"
+    if not text.isdecimal():
+        raise SwapError(f"SWAP_RETRIES is {text!r}: write a whole number, 0 for never")
+    return int(text)
 
 
 def _count(variable: str, default: int) -> int:

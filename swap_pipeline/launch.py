@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,10 +26,11 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.params import IntByEpoch, check_divisible
 from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE, Display
-from swap_pipeline.ranks import JOB, PARENT, Interrupted
+from swap_pipeline.ranks import JOB, LOST, PARENT, SAID, Interrupted
 from swap_pipeline.scratch import JobFolder, Lock, declared_stage, job_folder, scratch_root, unlisted_code
 
 STDERR_FILE = "stderr.log"
+_FULL = 1 << 16  # bytes; with less room than this, not even an error finds any
 _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
@@ -254,6 +257,7 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
     waiting = list(jobs)
     running: list[_Running] = []
     failures: dict[str, str] = {}
+    retries = {job.name: environment.num_retries() for job in jobs}
     with _signals_as_exceptions(), display.shown():
         try:
             while waiting or running:
@@ -268,10 +272,15 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                 for work in [work for work in running if work.is_over()]:
                     running.remove(work)
                     work.release()
-                    if failure := work.failure():
-                        failures[work.job.name] = failure
+                    failure = work.failure()
+                    if failure and failure.may_pass and retries[work.job.name]:
+                        retries[work.job.name] -= 1
+                        display.say(f"{failure.text}\n{work.job.name}: starting it once more")
+                        waiting.append(work.job)
+                    elif failure:
+                        failures[work.job.name] = failure.text
                         if len(jobs) > 1:
-                            display.say(f"{work.job.name}: {failure.splitlines()[0]}")
+                            display.say(f"{work.job.name}: {failure.text.splitlines()[0]}")
                 display.refresh()
                 if waiting or running:
                     time.sleep(0.1)
@@ -308,6 +317,23 @@ def _try_start(job: Job, machine: Machine, display: Display) -> _Running | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """Why a job is not complete."""
+
+    text: str
+    """for people; the first line says it all"""
+    may_pass: bool
+    """whether it may go better another time: nothing that the user has to mend was found"""
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"failed with exit code {code}"
+    hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+    return f"was ended by signal {-code}{hint}"
+
+
 class _Running:
     """A job whose processes are at work."""
 
@@ -315,7 +341,7 @@ class _Running:
         self.job = job
         self._locks = locks
         folder = job.folder.path
-        for old in (*folder.glob("error_*.txt"), folder / PROGRESS_FILE):
+        for old in (*folder.glob(f"{SAID}_*.txt"), *folder.glob(f"{LOST}_*.txt"), folder / PROGRESS_FILE):
             old.unlink(missing_ok=True)
         variables = {
             **_MALLOC,  # freed activations are kept for the next step: on CPU 15 to 30 % faster
@@ -352,19 +378,37 @@ class _Running:
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
-    def failure(self) -> str:
-        """What went wrong, for people; empty if nothing did."""
+    def failure(self) -> _Failure | None:
+        """What went wrong, if anything did."""
         if self._process.returncode == 0 and self.job.folder.is_complete:
-            return ""
+            return None
         folder = self.job.folder.path
-        said = sorted(folder.glob("error_*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        said = sorted(folder.glob(f"{SAID}_*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         if said:
-            return said[0].read_text(encoding="utf-8").strip()
+            text = said[0].read_text(encoding="utf-8").strip()
+            return _Failure(text, may_pass=text.startswith("unexpected"))
+        if shutil.disk_usage(folder).free < _FULL:
+            return _Failure(
+                f"{folder}: no space is left on the disk: make room and run `dvc repro` again", may_pass=False
+            )
         log = folder / STDERR_FILE
         tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-20:]
-        code = self._process.returncode
-        ended = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
-        return "\n".join([f"{self.job.name} {ended}; the end of {log}:", *tail])
+        return _Failure("\n".join([f"{self.job.name} {self._how_it_ended()}; the end of {log}:", *tail]), may_pass=True)
+
+    def _how_it_ended(self) -> str:
+        """Where no rank had anything to say of itself."""
+        folder, code = self.job.folder.path, self._process.returncode
+        lost = {int(path.stem.split("_")[1]): path.read_text() for path in folder.glob(f"{LOST}_*.txt")}
+        silent = sorted(set(range(self.job.processes)) - set(lost))
+        if silent and any(text.startswith("waited") for text in lost.values()):
+            who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+            return (
+                f"was ended: {who} did not answer for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES)"
+            )
+        log = (folder / STDERR_FILE).read_text(encoding="utf-8", errors="replace")
+        if first := re.search(r"Root Cause.*?\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL):
+            return f"failed: its rank {first[1]} {_ended(int(first[2]))}"
+        return _ended(code)
 
     def ask_to_end(self) -> None:
         if not self.is_over():

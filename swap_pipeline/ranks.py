@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.environment import device_type
+from swap_pipeline.environment import device_type, timeout_minutes
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.params import Params
@@ -19,6 +22,8 @@ from swap_pipeline.scratch import JobFolder, job_folder
 
 JOB = "SWAP_JOB"
 PARENT = "SWAP_PARENT_PID"
+SAID, LOST = "error", "lost"
+"""What a rank leaves for the launcher in a file of that name: an error of its own, or that others are gone."""
 _STARTED_BY = os.getppid()
 
 
@@ -112,12 +117,47 @@ def run_stage(main: Callable[[], Any]) -> None:
         sys.exit(1)
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except Exception:
-        _leave_for_launcher(f"unexpected error in rank {os.environ.get('RANK')}\n{traceback.format_exc()}")
+    except Exception as error:
+        if message := _of_the_disk(error):
+            _leave_for_launcher(message)
+            print(f"error: {message}", file=sys.stderr, flush=True)
+            sys.exit(1)
+        if message := _of_other_ranks(error):
+            _leave_for_launcher(message, kind=LOST)
+            time.sleep(2)  # so that every other rank that waits has the time to say so too
+        else:
+            _leave_for_launcher(f"unexpected error in rank {os.environ.get('RANK')}\n{traceback.format_exc()}")
         raise
 
 
-def _leave_for_launcher(message: str) -> None:
+def _of_the_disk(error: Exception) -> str:
+    """What to tell of an error that the file system made; empty for any other."""
+    if not isinstance(error, OSError):
+        return ""
+    where = str(error.filename or Path.cwd())
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{where}: no space is left on the disk: make room and run `dvc repro` again, which goes on from here"
+    if error.errno == errno.EFBIG:
+        return (
+            f"{where}: a file grew beyond what is allowed here: raise the limit (`ulimit -f`), then `dvc repro` again"
+        )
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{where} cannot be written ({error.strerror}): give this user the right to, then `dvc repro` again"
+    return ""
+
+
+def _of_other_ranks(error: Exception) -> str:
+    """What to tell of an error that only says that another rank is gone; empty for any other."""
+    text = str(error)
+    if "Timed out waiting" in text:
+        return f"waited {timeout_minutes():g} minutes for another rank"
+    if "Connection closed by peer" in text or "Connection reset by peer" in text:
+        return "another rank is gone"
+    return ""
+
+
+def _leave_for_launcher(message: str, *, kind: str = SAID) -> None:
     """A rank's standard error goes to a log; its launcher shows what stands in this file."""
     if JOB in os.environ:
-        (Path(os.environ[JOB]) / f"error_{os.environ['RANK']}.txt").write_text(message, encoding="utf-8")
+        with contextlib.suppress(OSError):  # on a full disk; the launcher looks at that too
+            (Path(os.environ[JOB]) / f"{kind}_{os.environ['RANK']}.txt").write_text(message, encoding="utf-8")

@@ -23,6 +23,7 @@ from swap_pipeline.distributed import Group
 from swap_pipeline.environment import eval_batch_size
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import write_json
+from swap_pipeline.memory import must_fit
 from swap_pipeline.params import Augment, Compute, Optimizer, Precision, check_divisible
 from swap_pipeline.precision import Scaler, autocast, check_cpu, resolve
 from swap_pipeline.progress import Reporter
@@ -142,7 +143,7 @@ def train(
     curve = _resume(network, sgd, snapshots)
     if curve:
         reporter.done(len(curve), f"going on after epoch {len(curve)}")
-    guard = _FiniteGuard(run.name, group.device, tolerance=scaler.tolerance)
+    guard = _FiniteGuard(run, group.device, tolerance=scaler.tolerance)
 
     while not (finished := reason_to_stop(run, curve)):
         epoch = len(curve)
@@ -387,8 +388,8 @@ class _FiniteGuard:
     _NEVER = 2**62
     _STEPS = 2**32  # more than any epoch has
 
-    def __init__(self, name: str, device: torch.device, *, tolerance: int) -> None:
-        self._name = name
+    def __init__(self, run: Run, device: torch.device, *, tolerance: int) -> None:
+        self._name, self._section = run.name, run.section
         self._tolerance = tolerance
         self._every = 1 if device.type == "cpu" else 50
         self._looked = 0
@@ -420,7 +421,8 @@ class _FiniteGuard:
     def _error(self, what: str) -> SwapError:
         other = ", or set compute.precision to bf16 or fp32" if self._tolerance else ""
         return SwapError(
-            f"{self._name}: {what} not taken and no checkpoint written: lower peak_lr (or lengthen the warm-up){other}"
+            f"{self._name}: {what} not taken and no checkpoint written: "
+            f"lower {self._section}.peak_lr (or lengthen the warm-up){other}"
         )
 
 
@@ -448,7 +450,8 @@ def evaluate(
     for batch, labels in images.test_batches(
         batch_size=eval_batch_size(), rank=group.rank, world_size=group.world_size, view=view
     ):
-        with autocast(precision, group.device):
+        too_much = must_fit(f"an evaluation's batch of {len(labels)} images", remedy="lower SWAP_EVAL_BATCH")
+        with too_much, autocast(precision, group.device):
             logits = network(batch)
         top5 = logits.shape[1] >= CLASSES_FOR_TOP5
         sums[0] += nn.functional.cross_entropy(logits.float(), labels, reduction="sum")

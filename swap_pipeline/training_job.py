@@ -14,6 +14,7 @@ from swap_pipeline.data import Meta, Split, View, read_images, read_meta
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root
+from swap_pipeline.memory import must_fit
 from swap_pipeline.models import describe_network, load_pretrained, new_network
 from swap_pipeline.params import Compute, Optimizer, Schedule
 from swap_pipeline.progress import Reporter
@@ -168,7 +169,11 @@ def run_training_job(
                 write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
 
         watched = progress or folder.path
-        with _explained(setting.compute):
+        share = max(run.batch_size(epoch) for epoch in range(run.epochs)) // group.world_size
+        too_much = must_fit(
+            f"{run.name}: a batch of {share} images on each device", remedy=f"lower {run.section}.batch_size"
+        )
+        with too_much, _explained(setting.compute):
             record = train(
                 run,
                 network,

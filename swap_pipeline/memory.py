@@ -1,0 +1,28 @@
+"""Memory that ran out, in words that say what to change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from swap_pipeline.errors import SwapError
+
+
+@contextlib.contextmanager
+def must_fit(what: str, *, remedy: str) -> Iterator[None]:
+    """An error for want of memory in this block, on a GPU or a CPU, becomes a line with `what` was too much and what
+    to do."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise SwapError(f"{what} did not fit into memory: {remedy}") from None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return "DefaultCPUAllocator" in str(error) or "out of memory" in str(error).lower()
