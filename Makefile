@@ -7,7 +7,7 @@ PYTHON ?= python3
 RUN = PATH="$(abspath $(VENV))/bin:$$PATH"
 STAMP = $(VENV)/.swap-installed
 
-.PHONY: run test lint install
+.PHONY: run test chaos lint install
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
@@ -15,6 +15,10 @@ run: $(STAMP)
 
 test: lint
 	@$(RUN) python -m pytest -n 2 --dist worksteal
+
+# Kills, full disks and damage at random moments, for most of an hour; CHAOS="--seed 7" repeats it with other moments.
+chaos: $(STAMP)
+	@$(RUN) python tests/chaos.py $(CHAOS)
 
 lint: $(STAMP)
 	@$(RUN) ruff check .

@@ -1,0 +1,595 @@
+"""python tests/chaos.py --injections 100 --pipelines 16
+
+One fault after another, each at a random moment, into tiny runs of the real pipeline; then the same command once more,
+undisturbed. The files must come out with the bytes of a run that nothing happened to, or the fault must have ended in
+one line that says what to mend.
+
+Every fault and moment follows from `--seed` and the number of the injection: `--first 37 --injections 1` repeats the
+37th (as far as a machine's timing can be repeated).
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from conftest import Project, make_project
+
+SABOTAGE = Path(__file__).parent / "sabotage"
+PARAMS = {
+    "phase1.max_epochs": 12,
+    "phase1.keep_epochs": [4],
+    "phase2.epochs": 12,
+    "phase2.keep_epochs": [5],
+    "workers.seeds": [0, 1],
+}
+TWO_RANKS = {"SWAP_NPROC": "2"}
+STAGES = {
+    "phase1": ("stages.phase1",),
+    "phase2": ("stages.phase2", "--seed", "0"),
+    "phase3": ("stages.phase3",),
+}
+OUTPUTS = {
+    "phase1": ("checkpoints/phase1", "metrics/phase1.json"),
+    "phase2": ("checkpoints/phase2/seed_0", "metrics/phase2/seed_0.json"),
+    "phase3": ("checkpoints/phase3", "metrics/phase3.json"),
+}
+CLOCKS = ("seconds", "ran")
+
+
+class TooLateError(Exception):
+    """The work was over before the fault could strike: not counted."""
+
+
+class LostError(Exception):
+    """The promise was broken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that happens to a stage, or to a whole pipeline under DVC."""
+
+    name: str
+    stage: str | None = None
+    """which it strikes; None: the pipeline under DVC"""
+    strike: Callable[[Project, str, random.Random], None]
+
+
+# ---- processes
+
+
+def processes_in(folder: Path) -> dict[int, str]:
+    """Living processes that work in a folder, with what they are: dvc, launcher, torchrun, rank."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and (entry / "cwd").readlink() == folder:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                found[int(entry.name)] = _role(words, variables)
+        except OSError:
+            continue
+    return found
+
+
+def _role(words: list[bytes], variables: list[bytes]) -> str:
+    if b"swap_pipeline.torchrun" in words:
+        return "torchrun"
+    if any(word.startswith(b"stages.") for word in words):
+        return "rank" if any(entry.startswith(b"RANK=") for entry in variables) else "launcher"
+    return "dvc" if any(word.endswith(b"/dvc") for word in words) else "other"
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 180) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise LostError(f"{what} did not come in {seconds:g} s")
+        time.sleep(0.01)
+    return value
+
+
+class Running:
+    """A command at work in a project, with a process group of its own."""
+
+    def __init__(self, project: Project, *command: str, limit: int | None = None, **environment: str) -> None:
+        self.project = project
+        self._log = project.root / "chaos.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=project.root,
+                env=project.full_environment(environment),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
+
+    def until(self, moment: Callable[[], Any]) -> Any:
+        """Wait for a moment of the work; too late if it is over before."""
+
+        def came() -> Any:
+            value = moment()
+            if not value and self.is_over():
+                raise TooLateError
+            return value
+
+        return wait_for(came, "the moment of the fault")
+
+    def find(self, *roles: str) -> list[int]:
+        return [pid for pid, role in processes_in(self.project.root).items() if role in roles]
+
+    def kill(self, pids: list[int], number: int = signal.SIGKILL) -> None:
+        if not pids or self.is_over():
+            raise TooLateError
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def end(self, seconds: float = 180) -> int:
+        return self.process.wait(timeout=seconds)
+
+
+def random_moment(project: Project, stage: str, rng: random.Random) -> Callable[[], bool]:
+    """Some time during the start, or at some share of the work."""
+    if rng.random() < 0.2:
+        due = time.monotonic() + rng.uniform(0.2, 4.0)
+        return lambda: time.monotonic() > due
+    share, delay = rng.random(), rng.uniform(0, 0.1)
+
+    def came() -> bool:
+        if stage != "any" and progress(project, stage) < share:
+            return False
+        if stage == "any" and sum(progress(project, name) for name in STAGES) < 3 * share:
+            return False
+        time.sleep(delay)
+        return True
+
+    return came
+
+
+def progress(project: Project, stage: str) -> float:
+    """How far the newest job of a stage has come, from 0 to 1."""
+    states = []
+    for path in (project.root / ".swap" / stage).glob("*/progress.json"):
+        try:
+            state = json.loads(path.read_text())
+            states.append(state["amount"] / state["total"])
+        except (OSError, ValueError):
+            continue
+    return max(states, default=0.0)
+
+
+# ---- what must hold
+
+
+def contents(project: Project, paths: tuple[str, ...]) -> dict[str, Any]:
+    """Files as bytes, records without their clocks."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        place = project.root / path
+        for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            name = str(file.relative_to(project.root))
+            found[name] = without_clocks(json.loads(file.read_text())) if file.suffix == ".json" else file.read_bytes()
+    return found
+
+
+def without_clocks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_clocks(entry) for key, entry in value.items() if not key.endswith(CLOCKS)}
+    return [without_clocks(entry) for entry in value] if isinstance(value, list) else value
+
+
+def bytes_that_differ(found: dict[str, Any], expected: dict[str, Any]) -> int:
+    lost = 0
+    for name in found.keys() | expected.keys():
+        one, other = found.get(name), expected.get(name)
+        if one != other:
+            lost += len(other) if isinstance(other, bytes) else len(json.dumps(other))
+    return lost
+
+
+def check_no_half_files(project: Project) -> None:
+    """Under its final name a file is whole."""
+    from swap_pipeline.checkpoint import read_tensors
+
+    for folder in ("checkpoints", ".swap", "metrics"):
+        for path in (project.root / folder).rglob("*"):
+            if path.suffix == ".safetensors":
+                read_tensors(path)
+            elif path.suffix == ".json" and path.name != "progress.json":
+                json.loads(path.read_text())
+
+
+def check_swept(project: Project) -> None:
+    left = [path for folder in (".swap", "checkpoints") for path in (project.root / folder).rglob(".*.tmp")]
+    if left:
+        raise LostError(f"left behind: {left}")
+
+
+def check_one_line(run: Running, *words: str) -> None:
+    """The error is one line for people, not a traceback."""
+    lines = [line for line in run.output.splitlines() if line.startswith("error: ")]
+    if len(lines) != 1 or "Traceback" in run.output or not all(word in lines[0] for word in words):
+        raise LostError(f"not one line with {words}:\n{run.output}")
+
+
+# ---- faults of single stages
+
+
+def killed(*roles: str, number: int = signal.SIGKILL, one: bool = False) -> Callable[..., None]:
+    """Signal those processes of a stage at a random moment, all of them or one."""
+
+    def strike(project: Project, stage: str, rng: random.Random) -> None:
+        run = start(project, stage)
+        run.until(random_moment(project, stage, rng))
+        pids = run.find(*roles)
+        run.kill([rng.choice(pids)] if one and pids else pids, number)
+        code = run.end()
+        wait_for(lambda: not processes_in(project.root), "the end of all processes", 60)
+        if number in (signal.SIGINT, signal.SIGTERM):
+            if code != 128 + number or "Traceback" in run.output:
+                raise LostError(f"exit code {code}\n{run.output}")
+            if "goes on from the last finished epoch" not in run.output and progress(project, stage) > 0:
+                raise LostError(f"no word of going on\n{run.output}")
+
+    return strike
+
+
+def killed_while_writing() -> Callable[..., None]:
+    """Kill everything while a file is half written."""
+
+    def strike(project: Project, stage: str, rng: random.Random) -> None:
+        run = start(project, stage, SWAP_CHAOS=json.dumps({"slow_writes": 0.004}), PYTHONPATH=str(SABOTAGE))
+        skip = rng.randrange(0, 30 if stage != "phase3" else 2)
+        seen: set[str] = set()
+
+        def half_written() -> bool:
+            for path in (project.root / ".swap" / stage).rglob(".*safetensors*.tmp"):
+                try:
+                    if path.stat().st_size:
+                        seen.add(f"{path}{path.stat().st_ino}")
+                except OSError:
+                    continue
+            return len(seen) > skip
+
+        run.until(half_written)
+        time.sleep(rng.uniform(0, 0.02))
+        run.kill(list(processes_in(project.root)))
+        run.end()
+        wait_for(lambda: not processes_in(project.root), "the end of all processes", 60)
+
+    return strike
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[None]:
+    """A file system of its own under a folder, for as long as the block lasts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def may_mount() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with small_disk(Path(folder), "size=64k"):
+                return True
+        except (OSError, subprocess.CalledProcessError):
+            return False
+
+
+def disk_full() -> Callable[..., None]:
+    """Scratch has room for a part of the snapshots and checkpoints only."""
+
+    def strike(project: Project, stage: str, rng: random.Random) -> None:
+        with small_disk(project.root / ".swap", f"size={4 * rng.randrange(4, 24)}k"):
+            run = start(project, stage)
+            if run.end() == 0:
+                raise TooLateError
+            check_one_line(run, "no space")
+
+    return strike
+
+
+def file_too_large() -> Callable[..., None]:
+    def strike(project: Project, stage: str, rng: random.Random) -> None:
+        run = start(project, stage, limit=rng.randrange(2_000, 12_000))
+        if run.end() == 0:
+            raise TooLateError
+        check_one_line(run, "beyond what is allowed")
+
+    return strike
+
+
+def read_only_scratch(project: Project, stage: str, rng: random.Random) -> None:
+    with small_disk(project.root / ".swap", "ro,size=1m"):
+        run = start(project, stage)
+        if run.end() == 0:
+            raise LostError("it wrote on a disk that cannot be written")
+        check_one_line(run, "cannot be written")
+
+
+def hanging_rank(project: Project, stage: str, rng: random.Random) -> None:
+    """A rank stops for ever; the others give up after a while, and the error names it."""
+    run = start(project, stage, SWAP_TIMEOUT_MINUTES="0.1", SWAP_RETRIES="0")
+    run.until(random_moment(project, stage, rng))
+    ranks = {pid: int(re.search(rb"\0RANK=(\d+)", environ(pid))[1]) for pid in run.find("rank")}  # type: ignore[index]
+    if len(ranks) < 2 or progress(project, stage) == 0:
+        raise TooLateError
+    pid = rng.choice(sorted(ranks))
+    run.kill([pid], signal.SIGSTOP)
+    run.end()
+    wait_for(lambda: not processes_in(project.root), "the end of all processes", 60)
+    if f"rank {ranks[pid]} did not answer for 0.1 minutes" not in run.output:
+        raise LostError(f"rank {ranks[pid]} is not named:\n{run.output}")
+
+
+def environ(pid: int) -> bytes:
+    try:
+        return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        raise TooLateError from None
+
+
+def not_finite(ranks: int) -> Callable[..., None]:
+    """The loss of one rank is spoiled: all stop together, and nothing is written."""
+
+    def strike(project: Project, stage: str, rng: random.Random) -> None:
+        spoiled = {"rank": rng.randrange(ranks), "step": rng.randrange(1, 60)}
+        run = start(project, stage, SWAP_CHAOS=json.dumps({"spoil": spoiled}), PYTHONPATH=str(SABOTAGE))
+        if run.end() == 0:
+            raise LostError("it trained on")
+        check_one_line(run, "not finite at epoch", "step", f"{stage}.peak_lr")
+        if any((project.root / OUTPUTS[stage][0]).rglob("model.safetensors")):
+            raise LostError("a checkpoint was written")
+
+    return strike
+
+
+def start(project: Project, stage: str, *, limit: int | None = None, **environment: str) -> Running:
+    return Running(project, sys.executable, "-m", *STAGES[stage], limit=limit, **environment)
+
+
+# ---- faults of the whole pipeline under DVC
+
+
+def pipeline_killed(*roles: str, number: int = signal.SIGKILL, one: bool = False) -> Callable[..., None]:
+    def strike(project: Project, stage: str, rng: random.Random) -> None:
+        run = Running(project, "dvc", "repro")
+        run.until(random_moment(project, "any", rng))
+        pids = list(processes_in(project.root)) if roles == ("all",) else run.find(*roles)
+        run.kill([rng.choice(pids)] if one and pids else pids, number)
+        code = run.end()
+        if number != signal.SIGKILL and (code == 0 or "Traceback" in run.output):
+            raise LostError(f"exit code {code}\n{run.output}")
+
+    return strike
+
+
+def two_at_once(project: Project, stage: str, rng: random.Random) -> None:
+    """Two `dvc repro` in one checkout: the second waits, gives up or finds the work done, but nothing gets mixed."""
+    run = Running(project, "dvc", "repro")
+    run.until(random_moment(project, "any", rng))
+    project.dvc("repro", check=False)
+    run.end()
+    for stage in ("phase1", "phase3"):
+        if project.trained(stage) != 1:
+            raise LostError(f"{stage} was trained {project.trained(stage)} times")
+
+
+def bad_worker(project: Project, stage: str, rng: random.Random, *, times: int = 1000) -> None:
+    """A worker dies each time: the other is kept, the error names the seed."""
+    counter = project.root.parent / "deaths"
+    counter.unlink(missing_ok=True)
+    death = {"die": {"seed": 1, "times": times, "counter": str(counter)}}
+    run = Running(project, "dvc", "repro", SWAP_CHAOS=json.dumps(death), PYTHONPATH=str(SABOTAGE))
+    code = run.end(400)
+    if times == 1:
+        if code != 0 or "phase2 seed 1: starting it once more" not in run.output:
+            raise LostError(f"a worker that failed once was not helped:\n{run.output}")
+        return
+    if code == 0 or "phase2 seed 1 failed with exit code 3" not in run.output:
+        raise LostError(f"the error does not name the seed:\n{run.output}")
+    if project.trained("phase2") != 1:
+        raise LostError("the other worker was not kept")
+
+
+FAULTS = (
+    Fault(name="SIGKILL of one rank of phase 1", stage="phase1", strike=killed("rank", one=True)),
+    Fault(name="SIGKILL of phase 1's launcher", stage="phase1", strike=killed("launcher")),
+    Fault(name="SIGKILL of phase 1's torchrun", stage="phase1", strike=killed("torchrun")),
+    Fault(name="SIGKILL of a worker of phase 2", stage="phase2", strike=killed("rank")),
+    Fault(name="SIGKILL of all of phase 2", stage="phase2", strike=killed("rank", "launcher")),
+    Fault(name="SIGKILL of all of phase 3", stage="phase3", strike=killed("rank", "torchrun", "launcher")),
+    Fault(name="SIGINT of phase 1", stage="phase1", strike=killed("launcher", number=signal.SIGINT)),
+    Fault(name="SIGTERM of phase 2", stage="phase2", strike=killed("launcher", number=signal.SIGTERM)),
+    Fault(name="SIGKILL while phase 1 writes", stage="phase1", strike=killed_while_writing()),
+    Fault(name="SIGKILL while a worker writes", stage="phase2", strike=killed_while_writing()),
+    Fault(name="SIGKILL while phase 3 writes", stage="phase3", strike=killed_while_writing()),
+    Fault(name="disk full in phase 1", stage="phase1", strike=disk_full()),
+    Fault(name="disk full in phase 2", stage="phase2", strike=disk_full()),
+    Fault(name="file-size limit in phase 2", stage="phase2", strike=file_too_large()),
+    Fault(name="read-only scratch", stage="phase1", strike=read_only_scratch),
+    Fault(name="a rank that hangs", stage="phase1", strike=hanging_rank),
+    Fault(name="loss not finite on one rank of phase 1", stage="phase1", strike=not_finite(ranks=2)),
+    Fault(name="loss not finite in phase 2", stage="phase2", strike=not_finite(ranks=1)),
+    Fault(name="dvc repro: SIGKILL of dvc alone", strike=pipeline_killed("dvc")),
+    Fault(name="dvc repro: SIGKILL of a launcher", strike=pipeline_killed("launcher", one=True)),
+    Fault(name="dvc repro: SIGKILL of one rank", strike=pipeline_killed("rank", one=True)),
+    Fault(name="dvc repro: SIGKILL of everything", strike=pipeline_killed("all")),
+    Fault(name="dvc repro: Ctrl-C", strike=pipeline_killed("all", number=signal.SIGINT)),
+    Fault(name="dvc repro: a second one at the same time", strike=two_at_once),
+    Fault(name="dvc repro: a worker that always dies", strike=bad_worker),
+    Fault(name="dvc repro: a worker that dies once", strike=functools.partial(bad_worker, times=1)),
+)
+
+
+# ---- the run
+
+
+@dataclass
+class Tally:
+    injected: int = 0
+    survived: int = 0
+    bytes_lost: int = 0
+
+
+def make_reference(folder: Path) -> Project:
+    project = make_project(folder / "reference")
+    project.environment = dict(TWO_RANKS)
+    project.set_params(PARAMS)
+    project.run("git", "commit", "-qam", "params")
+    project.dvc("repro")
+    project.run("git", "add", "-A")
+    project.run("git", "commit", "-qm", "reference")
+    return project
+
+
+def ready_for(fault: Fault, reference: Project, folder: Path) -> Project:
+    """A copy in which the stage has not run yet, or nothing has."""
+    project = reference.copy_to(folder)
+    everything = ("checkpoints", "metrics", "plots", "report", ".dvc/cache", ".dvc/tmp", "dvc.lock")
+    for name in (".swap", *(everything if fault.stage is None else OUTPUTS[fault.stage])):
+        place = project.root / name
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
+    return project
+
+
+def recover(fault: Fault, project: Project) -> tuple[str, ...]:
+    """What a user does next: the same again; returns what must have come out."""
+    if fault.stage is None:
+        project.dvc("repro")
+        return ("checkpoints", "metrics")
+    project.run(sys.executable, "-m", *STAGES[fault.stage])
+    return OUTPUTS[fault.stage]
+
+
+def inject(fault: Fault, reference: Project, folder: Path, rng: random.Random) -> int:
+    """Strike, check, start again, compare; returns the bytes that differ."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    project = ready_for(fault, reference, folder / "project")
+    try:
+        fault.strike(project, fault.stage or "any", rng)
+        check_no_half_files(project)
+        paths = recover(fault, project)
+        wait_for(lambda: not processes_in(project.root), "the end of all processes", 60)
+        check_swept(project)
+        return bytes_that_differ(contents(project, paths), contents(reference, paths))
+    finally:
+        for pid in processes_in(project.root):
+            os.kill(pid, signal.SIGKILL)
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    from swap_pipeline.report import aligned
+
+    rows: list[tuple[str, ...]] = [("fault", "injected", "survived", "bytes lost")]
+    rows += [(name, str(t.injected), str(t.survived), str(t.bytes_lost)) for name, t in tallies.items()]
+    total = [sum(getattr(t, key) for t in tallies.values()) for key in ("injected", "survived", "bytes_lost")]
+    rows.append(("all", *map(str, total)))
+    return aligned(rows)
+
+
+def run_chaos(
+    faults: list[Fault], *, first: int, seed: int, folder: Path, say: Callable[[str], None]
+) -> dict[str, Tally]:
+    """Inject the faults in turn; the n-th draws its moment from (seed, n)."""
+    reference = make_reference(folder)
+    tallies: dict[str, Tally] = collections.defaultdict(Tally)
+    for number, fault in enumerate(faults, start=first):
+        for attempt in range(20):
+            rng = random.Random(f"{seed} {number} {attempt}")
+            try:
+                lost = inject(fault, reference, folder / "struck", rng)
+            except TooLateError:
+                continue
+            except (LostError, AssertionError, subprocess.TimeoutExpired) as error:
+                lost = -1
+                say(f"{number}: {fault.name}: BROKEN: {error}")
+                shutil.copytree(folder / "struck", folder / f"broken_{number}", symlinks=True, dirs_exist_ok=True)
+            tally = tallies[fault.name]
+            tally.injected += 1
+            tally.survived += lost == 0
+            tally.bytes_lost += max(lost, 0)
+            say(
+                f"{number}: {fault.name}: {'survived' if lost == 0 else f'{lost} bytes lost' if lost > 0 else 'broken'}"
+            )
+            break
+        else:
+            say(f"{number}: {fault.name}: always too late")
+    return dict(tallies)
+
+
+def chosen(injections: int, pipelines: int, only: str | None) -> list[Fault]:
+    """In turn, so that every kind has its share."""
+    faults = [fault for fault in FAULTS if only is None or only in fault.name]
+    single, whole = [f for f in faults if f.stage], [f for f in faults if not f.stage]
+    if not single:
+        pipelines = injections
+    if not whole:
+        pipelines = 0
+    picked = [single[i % len(single)] for i in range(injections - pipelines)] if single else []
+    return [*picked, *(whole[i % len(whole)] for i in range(pipelines))]
+
+
+@click.command(help=__doc__)
+@click.option("--injections", default=110, show_default=True, help="faults in all")
+@click.option("--pipelines", default=16, show_default=True, help="of these, so many into a whole `dvc repro`")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--first", default=1, show_default=True, help="number of the first injection")
+@click.option("--only", help="only faults whose name contains this")
+@click.option("--folder", type=click.Path(path_type=Path), help="where to work; by default a temporary folder")
+@click.option("--result", type=click.Path(path_type=Path), help="write the table here too")
+def main(
+    injections: int, pipelines: int, seed: int, first: int, only: str | None, folder: Path | None, result: Path | None
+) -> None:
+    faults = chosen(injections + first - 1, pipelines, only)[first - 1 :]
+    if not may_mount():
+        click.echo("may not mount small disks here: full and read-only disks are left out")
+        faults = [fault for fault in faults if "disk full" not in fault.name and "read-only" not in fault.name]
+    with tempfile.TemporaryDirectory() as temporary:
+        tallies = run_chaos(faults, first=first, seed=seed, folder=folder or Path(temporary), say=click.echo)
+    text = table(tallies)
+    click.echo(f"\n{text}")
+    if result is not None:
+        result.write_text(f"{text}\n")
+    sys.exit(any(tally.survived < tally.injected for tally in tallies.values()))
+
+
+if __name__ == "__main__":
+    main()
