@@ -195,7 +195,8 @@ def contents(project: Project, paths: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in paths:
         place = project.root / path
-        for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        files = [path for path in sorted(place.rglob("*")) if path.is_file()] if place.is_dir() else [place]
+        for file in files:
             name = str(file.relative_to(project.root))
             found[name] = without_clocks(json.loads(file.read_text())) if file.suffix == ".json" else file.read_bytes()
     return found
