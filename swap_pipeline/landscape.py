@@ -104,9 +104,8 @@ def charts_of(
 
     def workers() -> Chart:
         if len(first) < 3:
-            raise SwapError(
-                f"it goes through three workers, and there are {len(first)}: list more seeds in workers.seeds"
-            )
+            there_are = "there is 1" if len(first) == 1 else f"there are {len(first)}"
+            raise SwapError(f"it goes through three workers, and {there_are}: list more seeds in workers.seeds")
         points = {worker(seed): models[worker(seed)] for seed in first}
         plane = Plane.through(points)
         marks = [Mark(name=name, model=name, position=plane.project(at)[0]) for name, at in points.items()]
