@@ -364,7 +364,7 @@ class _Clock:
         points, began = self._warm
         left = (self._total - count) * (now - began) / (done - points)
         first = self._last == self._began and done > 2 * points
-        if count < self._total and (first or now - self._last >= max(5.0, (now - self._began) / 10)):
+        if count < self._total and (first or now - self._last >= max(10.0, (now - self._began) / 10)):
             self._last = now
             self._reporter.done(count, f"{count}/{self._total} points, about {duration(left)} left")
         else:
