@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,27 +58,33 @@ def test_a_worker_that_never_moved_has_no_direction(tmp_path: Path) -> None:
     assert geometry(paths[0], paths[1:], ["a"])["cosine"] == [[1, 0], [0, 1]]
 
 
-def test_the_average_of_all_workers_is_phase_3s_result(finished: Project) -> None:
-    done = finished.stage("workers")
+@pytest.fixture(scope="module")
+def averaged(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Any, str]:
+    project = finished_project.copy_to(tmp_path_factory.mktemp("workers") / "project")
+    done = project.stage("workers")
     assert done.returncode == 0, done.stderr
-    record, phase3 = finished.json("analysis/workers.json"), finished.json("metrics/phase3.json")
-    sizes = [subset["size"] for subset in record["subsets"]]
-    assert sizes == [1, 1, 2, 2, 3]  # two of three at most, by analysis.subsets
+    return project, project.json("analysis/workers.json"), done.stdout
+
+
+def test_the_average_of_all_workers_is_phase_3s_result(averaged: tuple[Project, Any, str]) -> None:
+    project, record, said = averaged
+    phase3 = project.json("metrics/phase3.json")
+    assert [subset["size"] for subset in record["subsets"]] == [1, 1, 2, 2, 3]  # analysis.subsets is 2
     assert record["seeds"] == [0, 1, 2] == record["subsets"][-1]["seeds"]
     assert record["subsets"][-1]["test_accuracy"] == phase3["test_accuracy"]
     assert record["subsets"][-1]["test_loss"] == phase3["test_loss"]
     assert len({subset["test_loss"] for subset in record["subsets"]}) == 5
-    assert "5 averages × 2 passes (240 images for statistics, 120 for the test)" in done.stdout
+    assert said.startswith("workers: 5 averages × 2 passes (240 images for statistics, 120 for the test)\n")
 
 
-def test_one_worker_alone_has_the_loss_of_its_own_model_with_statistics_computed_anew(finished: Project) -> None:
-    assert finished.stage("workers").returncode == 0
-    first = finished.json("analysis/workers.json")["subsets"][0]
-    (seed,) = first["seeds"]
-    finished.set_params({"workers.seeds": [seed]})
-    assert finished.stage("phase3").returncode == 0
-    assert first["test_loss"] == finished.json("metrics/phase3.json")["test_loss"]
-    assert first["test_loss"] != finished.json(f"metrics/phase2/seed_{seed}.json")["test_loss"]
+def test_one_worker_alone_is_its_own_model_with_statistics_computed_anew(averaged: tuple[Project, Any, str]) -> None:
+    project, record, _ = averaged
+    alone = record["subsets"][0]
+    (seed,) = alone["seeds"]
+    project.set_params({"workers.seeds": [seed]})
+    assert project.stage("phase3").returncode == 0
+    assert alone["test_loss"] == project.json("metrics/phase3.json")["test_loss"]
+    assert alone["test_loss"] != project.json(f"metrics/phase2/seed_{seed}.json")["test_loss"]
 
 
 def test_with_cycles_a_worker_takes_part_with_all_its_models(finished: Project) -> None:
