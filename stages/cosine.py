@@ -1,0 +1,69 @@
+"""torchrun --standalone --nproc-per-node 2 -m stages.cosine
+
+Over the course of training, the cosine between the descent direction and the direction to SWAP's output (the paper's
+Figure 4), at the models that `phase1.keep_epochs` and `phase2.keep_epochs` kept: `analysis/cosine.json`.
+
+`python -m stages.cosine`, as DVC calls it, checks the params and starts the line above on all devices.
+"""
+
+from __future__ import annotations
+
+import click
+
+from swap_pipeline.instances import Instance
+from swap_pipeline.launch import job_on_all_devices, run_one
+from swap_pipeline.params import Analysis, Params, read_params
+from swap_pipeline.ranks import chosen_section, collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.scratch import JobFolder
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    params = read_params()
+    given: Analysis = chosen_section(params, "analysis")
+    instance = Instance(method="cosine")
+    if is_rank():
+        folder = job_of_rank(instance)
+        compute_cosines(params, given, instance, folder)
+    else:
+        folder = run_one(job_on_all_devices(instance))
+    if collects():
+        folder.collect(instance)
+
+
+def compute_cosines(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
+    """Be one of the ranks."""
+    from swap_pipeline.cosine import run_cosine_job, snapshots_of_phase1, snapshots_of_worker
+    from swap_pipeline.distributed import process_group
+    from swap_pipeline.files import read_json
+    from swap_pipeline.setting import setting_of
+
+    epochs = read_json(Instance(method="phase1").record)["epochs"]
+    course = [snapshots_of_phase1(wanted=params.phase1.keep_epochs, epochs=epochs)]
+    course += [
+        snapshots_of_worker(
+            seed,
+            wanted=params.phase2.keep_epochs,
+            before=epochs,
+            epochs=params.phase2.epochs,
+            cycles=params.phase2.cycles,
+        )
+        for seed in params.workers.seeds
+    ]
+    kept_on_the_way = any(len(snapshots) > 1 for snapshots in course)
+    with process_group() as group:
+        run_cosine_job(
+            [snapshot for snapshots in course for snapshot in snapshots] if kept_on_the_way else [],
+            swap=Instance(method="phase3").model,
+            gradient_images=given.gradient_images,
+            label_smoothing=params.optimizer.label_smoothing,
+            name=instance.name,
+            setting=setting_of(params),
+            statistics=params.phase3,
+            group=group,
+            folder=folder,
+        )
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,58 @@
+"""torchrun --standalone --nproc-per-node 2 -m stages.landscape
+
+Train and test error on the plane through phase 1's model (LB), one worker (SGD) and SWAP, and on the plane through
+three workers (the paper's Figures 2 and 3): `analysis/landscape.json`.
+
+`python -m stages.landscape`, as DVC calls it, checks the params and starts the line above on all devices.
+"""
+
+from __future__ import annotations
+
+import click
+
+from swap_pipeline.instances import Instance
+from swap_pipeline.launch import job_on_all_devices, run_one
+from swap_pipeline.params import Analysis, Params, read_params
+from swap_pipeline.ranks import chosen_section, collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.scratch import JobFolder
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    params = read_params()
+    given: Analysis = chosen_section(params, "analysis")
+    instance = Instance(method="landscape")
+    if is_rank():
+        folder = job_of_rank(instance)
+        compute_landscapes(params, given, instance, folder)
+    else:
+        folder = run_one(job_on_all_devices(instance))
+    if collects():
+        folder.collect(instance)
+
+
+def compute_landscapes(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
+    """Be one of the ranks."""
+    from swap_pipeline.distributed import process_group
+    from swap_pipeline.landscape import run_landscape_job
+    from swap_pipeline.setting import setting_of
+
+    with process_group() as group:
+        run_landscape_job(
+            lb=Instance(method="phase1").model,
+            workers={seed: Instance(method="phase2", seed=seed).model for seed in params.workers.seeds},
+            swap=Instance(method="phase3").model,
+            grid=given.grid,
+            margin=given.margin,
+            train_images=given.train_images,
+            test_images=given.test_images,
+            name=instance.name,
+            setting=setting_of(params),
+            statistics=params.phase3,
+            group=group,
+            folder=folder,
+        )
+
+
+if __name__ == "__main__":
+    run_stage(main)
