@@ -36,7 +36,7 @@ COLOURS = {
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 """Of runs that share a colour."""
 
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "swap",
     "font.family": "DejaVu Sans",  # comes with matplotlib

@@ -35,12 +35,12 @@ def draw_landscape(plane: Mapping[str, Any]) -> Drawing:
     us, vs = _spaced(u0, u1, plane["grid"]), _spaced(v0, v1, plane["grid"])
     with style():
         # The axes are distances, the same in both directions.
-        panel_height = min(4.6, max(1.8, 3.5 * (v1 - v0) / (u1 - u0)))
-        figure = new_figure(9, panel_height + 1.2)
+        panel_height = min(4.6, max(1.6, 3.4 * (v1 - v0) / (u1 - u0)))
+        figure = new_figure(9, panel_height + 0.9)
         panels = figure.subplots(1, 2, sharey=True)
         for axes, kind in zip(panels, ("train", "test"), strict=True):
             errors = plane[f"{kind}_error"]
-            _fill(figure, axes, us, vs, errors, f"{kind}-{plane['name']}")
+            _fill(figure, axes, us, vs, errors, gid=f"{kind}_error")
             axes.set_title(f"{kind} error (%)")
             axes.set_xlabel("distance along u")
             axes.set_aspect("equal")
@@ -70,7 +70,7 @@ def _spaced(first: float, last: float, count: int) -> list[float]:
     return [first + (last - first) * i / (count - 1) for i in range(count)]
 
 
-def _fill(figure: Figure, axes: Axes, us: list[float], vs: list[float], errors: Matrix, gid: str) -> None:
+def _fill(figure: Figure, axes: Axes, us: list[float], vs: list[float], errors: Matrix, *, gid: str) -> None:
     import matplotlib
     from matplotlib.colors import BoundaryNorm
 
@@ -84,11 +84,16 @@ def _fill(figure: Figure, axes: Axes, us: list[float], vs: list[float], errors: 
     if len(levels) > 2:
         axes.contour(us, vs, errors, levels=levels[1:-1], colors="white", linewidths=0.6, alpha=0.8)
     ticks = levels[::2] if len(levels) > 2 else [statistics.fmean(levels)]
-    bar = figure.colorbar(filled, ax=axes, shrink=0.9, pad=0.02, ticks=ticks, spacing="uniform")
+    bar = figure.colorbar(filled, cax=_beside(axes), ticks=ticks, spacing="uniform")
     digits = _digits(ticks)
     bar.set_ticklabels([f"{tick:.{digits}f}" for tick in ticks])
     bar.minorticks_off()
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    bar.outline.set_visible(False)
+
+
+def _beside(axes: Axes) -> Axes:
+    """Room for a colour bar, as high as the picture."""
+    return axes.inset_axes((1.03, 0, 0.045, 1))
 
 
 def _digits(values: Sequence[float]) -> int:
@@ -158,7 +163,7 @@ def _label_places(positions: Sequence[Sequence[float]], u_range: Any, v_range: A
             outside = max(0, width / 2 - cx, cx + width / 2 - 1) + max(0, height / 2 - cy, cy + height / 2 - 1)
             on_points = sum(abs(cx - px) < width / 2 + 0.03 and abs(cy - py) < height / 2 + 0.03 for px, py in points)
             on_labels = sum(abs(cx - px) < width and abs(cy - py) < height for px, py in taken)
-            return 10 * outside + on_points + 2 * on_labels
+            return float(10 * outside + on_points + 2 * on_labels)
 
         best = min(directions, key=cost)
         taken.append(middle(best))
@@ -233,10 +238,11 @@ def draw_subsets(subsets: Sequence[Mapping[str, Any]]) -> Drawing:
             [value for values in by_size.values() for value in values],
             linestyle="none",
             marker="o",
-            markersize=5,
-            color=COLOURS["phase2"],
-            alpha=0.5,
-            markeredgewidth=0,
+            markersize=6,
+            markerfacecolor="none",
+            markeredgecolor=COLOURS["phase2"],
+            markeredgewidth=1.3,
+            zorder=4,
             label="one choice of workers",
             gid="choices",
         )
@@ -279,7 +285,7 @@ def draw_pairs(record: Mapping[str, Any]) -> Drawing:
     distance = [[0.0, *away], *([away[i], *row] for i, row in enumerate(record["distance"]))]
     with style():
         rows = len(seeds) + 1
-        figure = new_figure(9, 4.6 if rows > 3 else 3.6)
+        figure = new_figure(9, 4.2 if rows > 3 else 3.4)
         left, right = figure.subplots(1, 2)
         _draw_matrix(figure, left, distance, ["phase 1", *seeds], gid="distance")
         _draw_matrix(figure, right, record["cosine"], seeds, gid="cosine")
@@ -315,7 +321,7 @@ def _draw_matrix(figure: Figure, axes: Axes, values: Matrix, names: Sequence[str
     off = [value for i, row in enumerate(values) for j, value in enumerate(row) if i != j] or [0.0]
     colours = matplotlib.colormaps["cividis"].with_extremes(bad="#e4e4e4")
     norm = Normalize(min(off), max(off) if max(off) > min(off) else min(off) + 1)
-    masked = np.ma.masked_array(values, mask=np.eye(len(values), dtype=bool))  # type: ignore[no-untyped-call]
+    masked = np.ma.masked_array(values, mask=np.eye(len(values), dtype=bool))
     image = axes.imshow(masked, cmap=colours, norm=norm)
     image.set_gid(f"matrix-{gid}")
     axes.spines[:].set_visible(False)
@@ -324,16 +330,16 @@ def _draw_matrix(figure: Figure, axes: Axes, values: Matrix, names: Sequence[str
         axes.set_xticks(range(len(names)), names)
         axes.set_yticks(range(len(names)), names)
         digits = 1 if max(off) >= 10 else 2
+        words: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 9 if len(names) < 8 else 7}
         for i, row in enumerate(values):
             for j, value in enumerate(row):
                 if i != j:
                     dark = norm(value) < 0.55
-                    axes.text(j, i, f"{value:.{digits}f}", ha="center", va="center", fontsize=9 if len(names) < 8 else 7,
-                              color="white" if dark else "black")  # fmt: skip
+                    axes.text(j, i, f"{value:.{digits}f}", color="white" if dark else "black", **words)
     else:
         every = -(-len(names) // 10)
         axes.set_xticks(range(0, len(names), every), names[::every])
         axes.set_yticks(range(0, len(names), every), names[::every])
     if len(names) > 2:
-        bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.03)
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar = figure.colorbar(image, cax=_beside(axes))
+        bar.outline.set_visible(False)

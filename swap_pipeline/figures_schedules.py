@@ -88,7 +88,7 @@ def rates_until(rate: PiecewiseLinear, end: float) -> Points:
 
 def planned_courses(params: Params) -> list[Course]:
     """Both phases, the second where the first ends at the latest, and the baselines that there are."""
-    phase1, phase2 = params.phase1, params.phase2
+    phase1 = params.phase1
     may_end_early = phase1.stop_accuracy < 100
     courses = [
         course_of("phase1", "phase 1, at most" if may_end_early else "phase 1", phase1, epochs=phase1.max_epochs),
@@ -98,6 +98,15 @@ def planned_courses(params: Params) -> list[Course]:
         if baseline is not None:
             courses.append(course_of(section, section.replace("_", " "), baseline, epochs=baseline.epochs))
     return courses
+
+
+def courses_as_run(params: Params, phase1_epochs: int) -> list[Course]:
+    """Phase 1 as long as it was, and a worker after it."""
+    phase1 = params.phase1
+    return [
+        course_of("phase1", "phase 1", phase1, epochs=phase1.max_epochs, until=phase1_epochs),
+        _worker_course(params, "phase 2").later(phase1_epochs),
+    ]
 
 
 def _worker_course(params: Params, label: str) -> Course:

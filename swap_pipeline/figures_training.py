@@ -47,7 +47,9 @@ def draw_training(
         shown = {"phase 1": line}
         for axes, prefix in ((course, "accuracy"), (close, "close")):
             shown |= _draw_workers(axes, after, average, prefix)
-        close.axhline(before[-1][1], color=COLOURS["phase1"], linewidth=1.4, linestyle=(0, (4, 3)), gid="close-phase1")
+        shown["phase 1's end"] = close.axhline(
+            before[-1][1], color=COLOURS["phase1"], linewidth=1.6, linestyle=(0, (4, 3)), gid="close-phase1"
+        )
         if average:
             _say_last(close, average[-1])
         for axes in (rate, course):
@@ -56,14 +58,16 @@ def draw_training(
         rate.set_xlim(left=0)
         rate.tick_params(labelbottom=False)
         rate.set_ylabel("learning rate")
-        rate.set_title("both phases")
+        for words, side in (("phase 1 ", "right"), (" phase 2", "left")):
+            above = rate.get_xaxis_transform()
+            rate.text(handover, 1.04, words, ha=side, transform=above, fontweight="bold")
         close.set_title("phase 2, enlarged")
         for axes in (course, close):
             axes.set_ylabel("test accuracy (%)")
             axes.set_xlabel("epoch")
             whole_epochs(axes)
         grid(rate, course, close)
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3)
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
     return Drawing(
         name="training",
         figure=figure,
@@ -88,7 +92,7 @@ def _epoch_of(point: Mapping[str, Any]) -> int:
 
 def _draw_workers(axes: Axes, after: Mapping[int, Curve], average: Curve, prefix: str) -> dict[str, Any]:
     few = len(after) <= len(DASHES)
-    shown = {}
+    shown: dict[str, Any] = {}
     for index, (seed, curve) in enumerate(after.items()):
         (line,) = axes.plot(
             *zip(*curve, strict=True),
@@ -99,7 +103,7 @@ def _draw_workers(axes: Axes, after: Mapping[int, Curve], average: Curve, prefix
             marker="." if len(curve) == 1 else None,
             gid=f"{prefix}-seed_{seed}",
         )
-        shown[_workers_in_legend(len(after))] = line
+        shown.setdefault(_workers_in_legend(len(after)), line)
     if average:
         (line,) = axes.plot(
             *zip(*average, strict=True),
@@ -110,7 +114,7 @@ def _draw_workers(axes: Axes, after: Mapping[int, Curve], average: Curve, prefix
             zorder=4,
             gid=f"{prefix}-averaged",
         )
-        shown["their average, had phase 2 ended here; last: SWAP"] = line
+        shown["their average, had phase 2 ended here"] = line
     return shown
 
 
@@ -134,7 +138,8 @@ def _say_last(axes: Axes, last: tuple[float, float]) -> None:
 def _training_in_words(before: Curve, after: Mapping[int, Curve], average: Curve) -> str:
     finals = [curve[-1][1] for curve in after.values()]
     told = [
-        f"Learning rate and test accuracy by epoch. Phase 1 ends at {before[-1][1]:.2f} % after {before[-1][0]:g} epochs",
+        "Learning rate and test accuracy by epoch. "
+        f"Phase 1 ends at {before[-1][1]:.2f} % after {before[-1][0]:g} epochs",
         f"the workers at {min(finals):.2f} to {max(finals):.2f} %",
     ]
     if average:

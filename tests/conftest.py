@@ -157,6 +157,7 @@ def make_project(root: Path) -> Project:
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (
         "dvc.yaml",
+        "analysis/dvc.yaml",
         "comparisons/dvc.yaml",
         "comparisons/metrics/README.md",
         ".gitignore",

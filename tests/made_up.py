@@ -48,13 +48,12 @@ def swap_records(*, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 
     """What the phases leave: `phase1`, `workers` by seed, `phase3`, `averaged`."""
     draw = random.Random(7)
     rising = [89 - 62 * math.exp(-epoch / 3) + draw.uniform(-2, 2) / epoch for epoch in range(1, phase1_epochs + 1)]
-    workers = {
-        seed: training_record(
-            [86.5 + 4 * epoch / epochs + draw.uniform(-1, 1) * (1.1 - epoch / epochs) for epoch in range(1, epochs + 1)],
-            seconds=48 + seed % 10 / 3,
-        )
-        for seed in seeds
-    }
+
+    def refined() -> list[float]:
+        shares = [epoch / epochs for epoch in range(1, epochs + 1)]
+        return [86.5 + 4 * share + draw.uniform(-1, 1) * (1.1 - share) for share in shares]
+
+    workers = {seed: training_record(refined(), seconds=48 + seed % 10 / 3) for seed in seeds}
     points = [
         {
             "label": f"epoch_{epoch}",
@@ -83,9 +82,7 @@ def swap_records(*, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 
 def plane(name: str, *, size: int = 13) -> Json:
     """A bowl whose test minimum lies beside its training minimum."""
     u_range, v_range = (-2.0, 9.0), (-3.0, 5.0)
-    us, vs = (
-        [low + (high - low) * i / (size - 1) for i in range(size)] for low, high in (u_range, v_range)
-    )
+    us, vs = ([low + (high - low) * i / (size - 1) for i in range(size)] for low, high in (u_range, v_range))
 
     def error(u: float, v: float, at: tuple[float, float], lowest: float) -> float:
         return min(90.0, lowest + 0.4 * (u - at[0]) ** 2 + 0.9 * (v - at[1]) ** 2)

@@ -21,8 +21,8 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from swap_pipeline import launch
-from swap_pipeline.durations import duration
 from swap_pipeline.checkpoint import TensorFile, write_tensors
+from swap_pipeline.durations import duration
 from swap_pipeline.errors import SwapError
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Compute, Data, Model, Params, parse_params, read_params
