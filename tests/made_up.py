@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from conftest import ROOT, set_params
 
+from swap_pipeline.files import write_json
 from swap_pipeline.instances import Instance
 from swap_pipeline.tables import as_json, compare
 
@@ -199,3 +204,49 @@ def params_file(folder: Path, changes: Json | None = None, *, recipe: str = "fas
     path.write_text((ROOT / "recipes" / f"{recipe}.yaml").read_text())
     set_params(path, changes or {})
     return path
+
+
+def lay_out(
+    folder: Path, *, changes: Json | None = None, seeds: tuple[int, ...] = (0, 1, 2, 3), classes: tuple[str, ...] = ()
+) -> Path:
+    """A project folder in which everything has run, as far as pages are concerned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    params_file(folder, {"workers.seeds": list(seeds), **(changes or {})})
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    records = swap_records(seeds=seeds)
+    files = {
+        "data/prepared/meta.json": {"classes": list(classes or ("shirt", "shoe")), "shape": [1, 28, 28]},
+        "metrics/phase1.json": records["phase1"],
+        "metrics/phase3.json": records["phase3"],
+        "metrics/averaged.json": records["averaged"],
+        **{f"metrics/phase2/seed_{seed}.json": worker for seed, worker in records["workers"].items()},
+        "comparisons/tables.json": tables_record(),
+        "analysis/landscape.json": landscape_record(),
+        "analysis/cosine.json": cosine_record(seeds=seeds),
+        "analysis/workers.json": workers_record(seeds=seeds),
+    }
+    for name, content in files.items():
+        write_json(folder / name, content)
+    return folder
+
+
+PAGES = {"report": "report", "comparisons": "comparisons_page", "analysis": "analysis_page"}
+"""Folders, each with the stage that writes its `index.html`."""
+
+
+def write_pages(folder: Path, *stages: str) -> str:
+    """Run the stages there, as DVC would; what they print."""
+    done = [
+        subprocess.run(
+            [sys.executable, "-m", f"stages.{stage}"],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        for stage in stages or PAGES.values()
+    ]
+    for one in done:
+        assert one.returncode == 0, one.stderr
+    return "".join(one.stdout for one in done)
