@@ -7,6 +7,7 @@ from typing import Any
 
 from swap_pipeline.comparison import QUANTITIES, Measured
 from swap_pipeline.figures import Drawing
+from swap_pipeline.instances import SWA_STARTS
 from swap_pipeline.page import Html, bullets, commands, element, page, paragraph, picture, section, table
 from swap_pipeline.paper_figures import Figure
 from swap_pipeline.tables import best_rows, cell, paper_cell
@@ -47,6 +48,10 @@ _COMMANDS = {
 }
 
 
+# JSON has the rows by name.
+_ORDER = ("small_batch", "large_batch", "swap_before", "swap_after", *SWA_STARTS, "swap")
+
+
 def _times(drawings: Mapping[str, Drawing], pictures: Mapping[str, bytes]) -> Html:
     if "accuracy_time" not in drawings:
         return paragraph("Nothing has run to its end yet: `dvc repro comparisons/dvc.yaml`.")
@@ -61,14 +66,15 @@ def _times(drawings: Mapping[str, Drawing], pictures: Mapping[str, bytes]) -> Ht
 
 def _table(entry: Mapping[str, Any]) -> list[Html]:
     columns = entry["columns"]
+    in_order = {method: entry["rows"][method] for method in _ORDER if method in entry["rows"]}
     measured = {
         method: {key: Measured(row["quantities"][key]["repeats"]) for key in columns}
-        for method, row in entry["rows"].items()
+        for method, row in in_order.items()
     }
     best = {key: best_rows(key, [values[key] for values in measured.values()]) for key in columns}
     rows: list[tuple[Any, ...]] = []
     of_paper = []
-    for index, (method, row) in enumerate(entry["rows"].items()):
+    for index, (method, row) in enumerate(in_order.items()):
         cells = ((cell(key, measured[method][key]), index in best[key]) for key in columns)
         rows.append((row["title"], *(element("strong", text) if is_best else text for text, is_best in cells)))
         figures = {key: row["quantities"][key]["paper"] for key in columns}

@@ -275,8 +275,7 @@ def _draw_sampling(axes: Axes, sampling: Sampling) -> dict[str, Any]:
         axes.annotate(
             f"{sampling.models_a_sample} models{' each time' if len(sampling.samples) > 1 else ''}",
             (sampling.samples[-1], 0),
-            xytext=(0, 16),
-            ha="center",
+            xytext=(8, 4),
             textcoords="offset points",
             fontsize=9,
             color=COLOURS["swap"],

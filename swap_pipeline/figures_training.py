@@ -58,9 +58,16 @@ def draw_training(
         rate.set_xlim(left=0)
         rate.tick_params(labelbottom=False)
         rate.set_ylabel("learning rate")
-        for words, side in (("phase 1 ", "right"), (" phase 2", "left")):
-            above = rate.get_xaxis_transform()
-            rate.text(handover, 1.04, words, ha=side, transform=above, fontweight="bold")
+        for words, side, away in (("phase 1", "right", -5), ("phase 2", "left", 5)):
+            rate.annotate(
+                words,
+                (handover, 1),
+                xycoords=rate.get_xaxis_transform(),
+                xytext=(away, 4),
+                textcoords="offset points",
+                ha=side,
+                fontweight="bold",
+            )
         close.set_title("phase 2, enlarged")
         for axes in (course, close):
             axes.set_ylabel("test accuracy (%)")
@@ -163,11 +170,9 @@ def draw_accuracy_against_time(tables: Mapping[str, Any]) -> Drawing | None:
     """All methods in one picture, from `comparisons/tables.json`; None if nothing has run."""
     plain, swa = tables["plain_training"]["rows"], tables["swa"]["rows"]
     found = {}
-    for method, accuracy in [
-        *((method, "test_accuracy") for method in plain),
-        *((method, "after_averaging") for method in swa if method in _METHODS),
-    ]:
-        quantities = (plain.get(method) or swa[method])["quantities"]
+    for method in _METHODS:
+        rows, accuracy = (plain, "test_accuracy") if method in plain else (swa, "after_averaging")
+        quantities = rows[method]["quantities"]
         if quantities[accuracy]["n"] and quantities["training_time"]["n"]:
             found[method] = (quantities["training_time"], quantities[accuracy])
     if not found:

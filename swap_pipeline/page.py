@@ -76,8 +76,11 @@ def table(
     faint: Iterable[int] = (),
     numbers: bool = True,
 ) -> Html:
-    """The first column names the rows; the others are numbers, flush right, or text. Wide ones scroll in their box."""
-    head = element("tr", *(element("th", column, scope="col") for column in columns))
+    """The first column names the rows; the others are numbers, flush right, or text. Wide ones scroll in their box.
+
+    Without names of columns there is no head.
+    """
+    head = element("thead", element("tr", *(element("th", column, scope="col") for column in columns)))
     classes = {**dict.fromkeys(faint, "faint"), **dict.fromkeys(marked, "marked")}
     body = (
         element(
@@ -90,12 +93,14 @@ def table(
     )
     content = element(
         "table",
-        element("caption", caption),
-        element("thead", head),
+        *([head] if columns else []),
         element("tbody", *body),
         class_="numbers" if numbers else "text",
+        aria_label=caption,
     )
-    return element("div", content, class_="scroll", role="region", aria_label=caption, tabindex="0")
+    # The caption stays where it is while the table scrolls.
+    box = element("div", content, class_="table scroll", role="region", aria_label=caption, tabindex="0")
+    return joined([element("p", caption, class_="caption"), box])
 
 
 def picture(drawing: Drawing, svg: bytes, *, caption: str, files: str) -> Html:
@@ -199,13 +204,22 @@ figure { margin: 1.25rem 0; }
 figcaption { color: var(--quiet); font-size: 0.92rem; margin-top: 0.5rem; max-width: 46rem; }
 .files { display: block; font-size: 0.82rem; }
 table { border-collapse: collapse; min-width: 100%; font-size: 0.95rem; }
-caption { text-align: left; color: var(--quiet); font-size: 0.92rem; padding: 0 0 0.4rem; }
+.caption { color: var(--quiet); font-size: 0.92rem; margin: 1.5rem 0 0.25rem; }
+.table {
+  background:
+    linear-gradient(to right, var(--ground) 40%, transparent) left / 2.5rem 100% no-repeat local,
+    linear-gradient(to left, var(--ground) 40%, transparent) right / 2.5rem 100% no-repeat local,
+    linear-gradient(to right, var(--line), transparent) left / 0.8rem 100% no-repeat scroll,
+    linear-gradient(to left, var(--line), transparent) right / 0.8rem 100% no-repeat scroll;
+}
 th, td { padding: 0.4rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 thead th { border-bottom: 2px solid var(--line); font-weight: 600; vertical-align: bottom; }
 tbody th { font-weight: 400; }
-.numbers th + th, .numbers td { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.numbers th + th, .numbers td { text-align: right; font-variant-numeric: tabular-nums; }
+.numbers td { white-space: nowrap; }
 .numbers tbody th { min-width: 9rem; }
-.text td, .text tbody th { overflow-wrap: anywhere; min-width: 7rem; }
+.text tbody th { white-space: nowrap; }
+.text td { overflow-wrap: anywhere; min-width: 5.5rem; }
 tr.marked > * { background: var(--mark); font-weight: 600; }
 tr.faint > * { color: var(--quiet); font-style: italic; }
 .commands div { padding: 0.6rem 0; border-bottom: 1px solid var(--line); }
@@ -218,6 +232,8 @@ footer { margin-top: 3rem; border-top: 1px solid var(--line); color: var(--quiet
   body { padding: 1.25rem 1rem 2rem; }
   h1 { font-size: 1.55rem; }
   .tiles { grid-template-columns: 1fr; }
+  th, td { padding: 0.35rem 0.5rem; }
+  figcaption::before { content: "Swipe the picture to see all of it. "; }
 }
 @media print {
   :root {

@@ -93,8 +93,8 @@ def _headline(phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]
             (
                 "critical path",
                 duration(time["critical_path_seconds"]),
-                f"phase 1 {duration(time['phase1_seconds'])}, slowest worker {duration(time['phase2_seconds_max'])}, "
-                f"phase 3 {duration(time['phase3_seconds'])}",
+                f"phase 1: {duration(time['phase1_seconds'])}; slowest worker: {duration(time['phase2_seconds_max'])}; "
+                f"phase 3: {duration(time['phase3_seconds'])}",
             ),
         ]
     )
@@ -179,7 +179,7 @@ def _data(params: Mapping[str, Any], data: Mapping[str, Any]) -> list[Html]:
     names = ", ".join(classes[:_CLASSES_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
     return [
         table(
-            ("", ""),
+            (),
             [
                 ("data set", str(params.get("data", {}).get("name"))),
                 ("images", f"{channels} channel{'' if channels == 1 else 's'}, {pixels}"),
@@ -213,8 +213,8 @@ def _environment(
         *environment["versions"].items(),
     ]
     return [
-        table(("", "devices", "time (UTC)"), where, caption="Where and when it ran.", numbers=False),
-        table(("", ""), facts, caption="Code and versions when this page was written.", numbers=False),
+        table(("part", "devices", "time (UTC)"), where, caption="Where and when it ran.", numbers=False),
+        table((), facts, caption="Code and versions when this page was written.", numbers=False),
     ]
 
 

@@ -61,7 +61,9 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.requests.clear()
         self.call("Page.navigate", url=page.resolve().as_uri())
-        self.evaluate("new Promise(done => document.readyState == 'complete' ? done() : addEventListener('load', done))")
+        self.evaluate(
+            "new Promise(done => document.readyState == 'complete' ? done() : addEventListener('load', done))"
+        )
         self.evaluate("Promise.all([...document.images].map(image => image.decode().catch(() => null)))")
 
     def evaluate(self, script: str) -> Any:

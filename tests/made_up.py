@@ -103,7 +103,7 @@ def plane(name: str, *, size: int = 13) -> Json:
             mark("worker 1", 7, 0),
             mark("worker 2", 3.1, 3.9),
             mark("SWAP", 3.6, 1.3, projected=True, distance=2.5),
-            mark("BEST", us[8], vs[7]),
+            mark("BEST", us[size * 2 // 3], vs[size * 7 // 13]),
         ],
     }[name]
     return {
