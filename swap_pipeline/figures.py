@@ -18,6 +18,7 @@ from swap_pipeline.files import atomic_write, write_text
 
 if TYPE_CHECKING:  # takes a second to import
     from matplotlib.axes import Axes
+    from matplotlib.container import ErrorbarContainer
     from matplotlib.figure import Figure
 
 FORMATS = ("svg", "png")
@@ -106,6 +107,15 @@ def whole_epochs(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10]))
+
+
+def name_bars(bars: ErrorbarContainer, name: str) -> None:
+    """In SVG, the points are called `name`, the bars `name-spread`."""
+    points, _, spreads = bars.lines
+    if points is not None:
+        points.set_gid(name)
+    for index, spread in enumerate(spreads):
+        spread.set_gid(f"{name}-spread{index or ''}")
 
 
 def picture_bytes(figure: Figure, kind: str) -> bytes:

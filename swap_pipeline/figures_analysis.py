@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swap_pipeline.figures import COLOURS, DASHES, GREY, Drawing, grid, new_figure, style, whole_epochs
+from swap_pipeline.figures import COLOURS, DASHES, GREY, Drawing, grid, name_bars, new_figure, style, whole_epochs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -246,7 +246,7 @@ def draw_subsets(subsets: Sequence[Mapping[str, Any]]) -> Drawing:
             label="one choice of workers",
             gid="choices",
         )
-        axes.errorbar(
+        bars = axes.errorbar(
             list(by_size),
             means,
             yerr=spreads,
@@ -257,8 +257,8 @@ def draw_subsets(subsets: Sequence[Mapping[str, Any]]) -> Drawing:
             capsize=4,
             elinewidth=1.4,
             label="mean ± standard deviation over choices",
-            gid="means",
         )
+        name_bars(bars, "means")
         axes.set_xlabel("number of workers averaged")
         axes.set_ylabel("test accuracy (%)")
         whole_epochs(axes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swap_pipeline.figures import COLOURS, DASHES, GREY, Drawing, grid, new_figure, style, whole_epochs
+from swap_pipeline.figures import COLOURS, DASHES, GREY, Drawing, grid, name_bars, new_figure, style, whole_epochs
 from swap_pipeline.figures_schedules import Course
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def draw_accuracy_against_time(tables: Mapping[str, Any]) -> Drawing | None:
                 markeredgewidth=0,
                 gid=f"repeats-{method}",
             )
-            axes.errorbar(
+            bars = axes.errorbar(
                 time["mean"],
                 accuracy["mean"],
                 xerr=time["std"],
@@ -207,8 +207,8 @@ def draw_accuracy_against_time(tables: Mapping[str, Any]) -> Drawing | None:
                 elinewidth=1.2,
                 linestyle="none",
                 label=name,
-                gid=f"mean-{method}",
             )
+            name_bars(bars, f"mean-{method}")
         axes.set_xlabel("training time (s)")
         axes.set_ylabel("test accuracy (%)")
         axes.set_xlim(left=0)

@@ -191,9 +191,8 @@ def test_accuracy_by_number_of_workers_has_mean_and_spread_over_choices() -> Non
     drawing = draw_subsets(record["subsets"])
     assert len(points(drawing, "choices")) == len(record["subsets"]) == 4 + 6 + 4 + 1
     accuracies = [s["test_accuracy"] for s in record["subsets"] if s["size"] == 2]
-    bars = drawn(drawing, "means")
-    assert tuple(bars.lines[0].get_xydata()[1]) == (2, pytest.approx(statistics.fmean(accuracies)))
-    low, high = bars.lines[2][0].get_segments()[1][:, 1]
+    assert points(drawing, "means")[1] == (2, pytest.approx(statistics.fmean(accuracies)))
+    low, high = drawn(drawing, "means-spread").get_segments()[1][:, 1]
     assert (high - low) / 2 == pytest.approx(statistics.stdev(accuracies))
 
 
@@ -218,8 +217,14 @@ def test_accuracy_against_time_shows_what_has_run() -> None:
     drawing = draw_accuracy_against_time(tables)
     assert drawing is not None
     assert points(drawing, "repeats-large_batch") == [(80, 89.9), (81, 90.0)]
-    means = {row[0] for row in drawing.rows}
-    assert means == {"large_batch", "swap_before", "swap_after", "swa_large_batch", "swa_large_then_small"}
+    assert points(drawing, "mean-large_batch") == [(80.5, pytest.approx(89.95))]
+    assert {row[0] for row in drawing.rows} == {
+        "large_batch",
+        "swap_before",
+        "swap_after",
+        "swa_large_batch",
+        "swa_large_then_small",
+    }
     everything = ("small_batch", "large_batch", "phase1", "phase2", "phase3")
     swa = ("swa_large_batch", "swa_large_then_small", "swa_small_batch")
     assert draw_accuracy_against_time(tables_record(without=(*everything, *swa))["tables"]) is None
