@@ -44,7 +44,7 @@ def test_repro_runs_all_phases_and_ends_with_the_table(finished_project: Project
         "critical path",
     ):
         assert words in output
-    assert "report: report/summary.md" in output
+    assert "report: report/index.html, report/summary.md" in output
 
 
 def test_metrics_are_what_the_phases_recorded(finished_project: Project) -> None:
