@@ -34,18 +34,20 @@ def draw_landscape(plane: Mapping[str, Any]) -> Drawing:
     (u0, u1), (v0, v1) = plane["u_range"], plane["v_range"]
     us, vs = _spaced(u0, u1, plane["grid"]), _spaced(v0, v1, plane["grid"])
     with style():
-        # The axes are distances, the same in both directions.
-        panel_height = min(4.6, max(1.6, 3.4 * (v1 - v0) / (u1 - u0)))
-        figure = new_figure(9, panel_height + 0.9)
+        # The axes are distances, the same in both directions unless that leaves no room.
+        shape = (v1 - v0) / (u1 - u0)
+        panel = (3.4, min(4.4, max(2.2, 3.4 * shape)))
+        figure = new_figure(9, panel[1] + 0.9)
         panels = figure.subplots(1, 2, sharey=True)
         for axes, kind in zip(panels, ("train", "test"), strict=True):
             errors = plane[f"{kind}_error"]
             _fill(figure, axes, us, vs, errors, gid=f"{kind}_error")
             axes.set_title(f"{kind} error (%)")
             axes.set_xlabel("distance along u")
-            axes.set_aspect("equal")
+            if panel[1] == 3.4 * shape:
+                axes.set_aspect("equal")
             axes.spines[:].set_visible(True)
-            _mark(axes, plane["marks"], u_range=(u0, u1), v_range=(v0, v1))
+            _mark(axes, plane, panel)
         panels[0].set_ylabel("distance along v")
     return Drawing(
         name=f"landscape_{plane['name']}",
@@ -104,16 +106,20 @@ def _digits(values: Sequence[float]) -> int:
 _SHAPES = {"LB": "s", "SGD": "^", "SWAP": "o", "BEST": "*"}
 
 
-def _mark(axes: Axes, marks: Sequence[Mapping[str, Any]], *, u_range: Any, v_range: Any) -> None:
-    places = _label_places([mark["position"] for mark in marks], u_range, v_range)
-    for mark, (dx, dy) in zip(marks, places, strict=True):
+def _mark(axes: Axes, plane: Mapping[str, Any], panel: tuple[float, float]) -> None:
+    """`panel` is about how large the axes will be, in inches."""
+    marks, ((u0, u1), (v0, v1)) = plane["marks"], (plane["u_range"], plane["v_range"])
+    labels = [f"{mark['name']} (projected)" if mark.get("projected") else mark["name"] for mark in marks]
+    spots = [
+        ((u - u0) / (u1 - u0) * panel[0], (v - v0) / (v1 - v0) * panel[1]) for u, v in (m["position"] for m in marks)
+    ]
+    places = _label_places(spots, [0.1 + 0.078 * len(label) for label in labels], panel)
+    for mark, label, (dx, dy) in zip(marks, labels, places, strict=True):
         name = mark["name"]
-        u, v = mark["position"]
         projected = mark.get("projected", False)
         colour = _colour_of(name)
         axes.plot(
-            u,
-            v,
+            *mark["position"],
             marker=_SHAPES.get(name, "^"),
             markersize=13 if name == "BEST" else 9,
             markerfacecolor="white" if projected else colour,
@@ -125,12 +131,12 @@ def _mark(axes: Axes, marks: Sequence[Mapping[str, Any]], *, u_range: Any, v_ran
             clip_on=False,
         )
         axes.annotate(
-            f"{name} (projected)" if projected else name,
-            (u, v),
-            xytext=(dx * 13, dy * 13),
+            label,
+            mark["position"],
+            xytext=(72 * dx, 72 * dy),
             textcoords="offset points",
-            ha={-1: "right", 0: "center", 1: "left"}[dx],
-            va={-1: "top", 0: "center", 1: "bottom"}[dy],
+            ha="center",
+            va="center",
             fontsize=9,
             zorder=6,
             bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
@@ -142,31 +148,33 @@ def _colour_of(name: str) -> str:
     return {"LB": COLOURS["phase1"], "SWAP": COLOURS["swap"], "BEST": COLOURS["best"]}.get(name, COLOURS["phase2"])
 
 
-def _label_places(positions: Sequence[Sequence[float]], u_range: Any, v_range: Any) -> list[tuple[int, int]]:
-    """For each point a direction in which a label is free of other points and labels, and inside the picture."""
-    width, height = 0.3, 0.09  # of a label, as shares of a panel
-    points = [
-        ((u - u_range[0]) / (u_range[1] - u_range[0]), (v - v_range[0]) / (v_range[1] - v_range[0]))
-        for u, v in positions
-    ]
-    directions = [(0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1)]
-    taken: list[tuple[float, float]] = []
+def _label_places(
+    points: Sequence[tuple[float, float]], widths: Sequence[float], panel: tuple[float, float]
+) -> list[tuple[float, float]]:
+    """For each point, how far from it its label's middle is: free of other points and labels, and inside the panel.
+
+    All in inches; the point at (0, 0) is the panel's lower left corner.
+    """
+    height, radius = 0.22, 0.1
+    taken: list[tuple[float, float, float]] = []
     chosen = []
-    for x, y in points:
+    for (x, y), width in zip(points, widths, strict=True):
+        reach = width / 2 + 0.14, height / 2 + 0.14
+        directions = [(0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1)]
+        places = [(dx * reach[0] * far, dy * reach[1] * far) for far in (1, 1.8, 2.8) for dx, dy in directions]
 
-        def middle(direction: tuple[int, int], x: float = x, y: float = y) -> tuple[float, float]:
-            dx, dy = direction
-            return x + dx * (0.05 + width / 2), y + dy * (0.06 + height / 2)
+        def cost(place: tuple[float, float], x: float = x, y: float = y, width: float = width) -> float:
+            cx, cy = x + place[0], y + place[1]
+            outside = max(0.0, width / 2 - cx, cx + width / 2 - panel[0])
+            outside += max(0.0, height / 2 - cy, cy + height / 2 - panel[1])
+            on_points = sum(
+                abs(cx - px) < width / 2 + radius and abs(cy - py) < height / 2 + radius for px, py in points
+            )
+            on_labels = sum(abs(cx - px) < (width + other) / 2 and abs(cy - py) < height for px, py, other in taken)
+            return 20 * outside + 3 * on_points + 3 * on_labels + 0.1 * (abs(place[0]) + abs(place[1]))
 
-        def cost(direction: tuple[int, int], x: float = x, y: float = y) -> float:
-            cx, cy = middle(direction, x, y)
-            outside = max(0, width / 2 - cx, cx + width / 2 - 1) + max(0, height / 2 - cy, cy + height / 2 - 1)
-            on_points = sum(abs(cx - px) < width / 2 + 0.03 and abs(cy - py) < height / 2 + 0.03 for px, py in points)
-            on_labels = sum(abs(cx - px) < width and abs(cy - py) < height for px, py in taken)
-            return float(10 * outside + on_points + 2 * on_labels)
-
-        best = min(directions, key=cost)
-        taken.append(middle(best))
+        best = min(places, key=cost)
+        taken.append((x + best[0], y + best[1], width))
         chosen.append(best)
     return chosen
 
@@ -279,7 +287,7 @@ def draw_subsets(subsets: Sequence[Mapping[str, Any]]) -> Drawing:
 
 
 def draw_pairs(record: Mapping[str, Any]) -> Drawing:
-    """How far the workers are from each other and from phase 1, and how their ways from there agree."""
+    """How far the workers are from each other and from phase 1's model (LB), and how their ways from there agree."""
     seeds = [str(seed) for seed in record["seeds"]]
     away = record["distance_from_phase1"]
     distance = [[0.0, *away], *([away[i], *row] for i, row in enumerate(record["distance"]))]
@@ -287,10 +295,10 @@ def draw_pairs(record: Mapping[str, Any]) -> Drawing:
         rows = len(seeds) + 1
         figure = new_figure(9, 4.2 if rows > 3 else 3.4)
         left, right = figure.subplots(1, 2)
-        _draw_matrix(figure, left, distance, ["phase 1", *seeds], gid="distance")
+        _draw_matrix(figure, left, distance, ["LB", *seeds], gid="distance")
         _draw_matrix(figure, right, record["cosine"], seeds, gid="cosine")
         left.set_title("distance in weight space")
-        right.set_title("cosine of their ways from phase 1")
+        right.set_title("cosine of their ways from LB")
         for axes in (left, right):
             axes.set_xlabel("worker's seed")
     off = [value for i, row in enumerate(record["cosine"]) for j, value in enumerate(row) if i != j]

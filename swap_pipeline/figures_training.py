@@ -98,6 +98,8 @@ def _epoch_of(point: Mapping[str, Any]) -> int:
 
 
 def _draw_workers(axes: Axes, after: Mapping[int, Curve], average: Curve, prefix: str) -> dict[str, Any]:
+    from matplotlib.lines import Line2D
+
     few = len(after) <= len(DASHES)
     shown: dict[str, Any] = {}
     for index, (seed, curve) in enumerate(after.items()):
@@ -110,7 +112,8 @@ def _draw_workers(axes: Axes, after: Mapping[int, Curve], average: Curve, prefix
             marker="." if len(curve) == 1 else None,
             gid=f"{prefix}-seed_{seed}",
         )
-        shown.setdefault(_workers_in_legend(len(after)), line)
+        if not index:
+            shown[_workers_in_legend(len(after))] = Line2D([], [], color=line.get_color(), linewidth=1.2)
     if average:
         (line,) = axes.plot(
             *zip(*average, strict=True),
