@@ -151,8 +151,8 @@ def _workers(record: Record | None, drawings: Mapping[str, Drawing], pictures: M
                 drawings["workers_pairs"],
                 pictures["workers_pairs"],
                 caption="How far apart the workers are, and the cosines between their ways from phase 1's model (LB): "
-                "at 1 they went the same way and there is nothing to average, at 0 each went its own. The norm of phase 1's "
-                f"weights is {record['norm_of_phase1']:.2f}.",
+                "at 1 they went the same way and there is nothing to average, at 0 each went its own. The norm of "
+                f"phase 1's weights is {record['norm_of_phase1']:.2f}.",
                 files=_FILES,
             )
         )
