@@ -195,6 +195,17 @@ def test_phase_1_run_again_with_the_same_result_does_not_train_phase_2(finished:
     assert ran(finished.dvc("repro")) == ["report"]
 
 
+def test_pictures_and_curves_are_dvc_plots(finished: Project) -> None:
+    plots = json.loads(finished.run("dvc", "plots", "show", "--json").stdout)["data"]
+    assert plots["report/figures/training.svg"][0]["type"] == "image"
+    assert plots["report/figures/schedules.svg"][0]["type"] == "image"
+    (average,) = plots["test accuracy beside the average's"]
+    drawn = [row for row in average["content"]["data"]["values"] if row["run"] == "averaged"]
+    points = finished.json("metrics/averaged.json")["points"]
+    assert [float(row["test_accuracy"]) for row in drawn] == [point["test_accuracy"] for point in points]
+    assert [row["epoch"] for row in drawn] == ["4", "5"]  # after phase 1's three
+
+
 def test_an_edited_report_trains_nothing(finished: Project) -> None:
     with (finished.root / "swap_pipeline" / "report.py").open("a") as file:
         file.write("# edited\n")
