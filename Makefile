@@ -7,7 +7,7 @@ PYTHON ?= python3
 RUN = PATH="$(abspath $(VENV))/bin:$$PATH"
 STAMP = $(VENV)/.swap-installed
 
-.PHONY: run test chaos lint install
+.PHONY: run test chaos lint install pictures
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
@@ -26,6 +26,11 @@ lint: $(STAMP)
 	@$(RUN) mypy
 
 install: $(STAMP)
+
+# Those of the README, from what has run here.
+pictures:
+	@mkdir -p docs/figures
+	@cp report/figures/training.png analysis/figures/landscape_phases.png analysis/figures/workers_accuracy.png docs/figures/
 
 ifeq ($(origin VENV),command line)
 # Somebody's own environment: looked at, never changed.

@@ -5,6 +5,7 @@ Merge what the phases recorded into `metrics/swap.json`, `plots/curves.csv` and 
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -16,17 +17,53 @@ from swap_pipeline.ranks import run_stage
 @click.command(help=__doc__)
 def main() -> None:
     params = read_params()
+    from swap_pipeline import figures, provenance
+    from swap_pipeline.figures_schedules import courses_as_run, draw_schedules, planned_courses
+    from swap_pipeline.figures_training import draw_training
     from swap_pipeline.files import read_json, write_json, write_text
-    from swap_pipeline.report import curves_csv, result_table, summarise
+    from swap_pipeline.report import curves_csv, result_rows, result_table, summarise
+    from swap_pipeline.report_page import gain, report_page
 
     phase1, phase3 = read_json(Path("metrics/phase1.json")), read_json(Path("metrics/phase3.json"))
     workers = {seed: read_json(Path(f"metrics/phase2/seed_{seed}.json")) for seed in params.workers.seeds}
-    averaged = read_json(Path("metrics/averaged.json"))["points"]
-    table = result_table(phase1, workers, phase3)
-    write_json(Path("metrics/swap.json"), summarise(phase1, workers, phase3))
+    averaged = read_json(Path("metrics/averaged.json"))
+    summary, rows = summarise(phase1, workers, phase3), result_rows(phase1, workers, phase3)
+    write_json(Path("metrics/swap.json"), summary)
     write_text(Path("plots/curves.csv"), curves_csv(phase1, workers))
+
+    drawings = [
+        draw_training(phase1, workers, averaged["points"], rates=courses_as_run(params, phase1["epochs"])),
+        draw_schedules(planned_courses(params)),
+    ]
+    pictures = figures.save(drawings, Path("report/figures"))
+    tree, environment = provenance.read_tree(Path("params.yaml")), provenance.environment()
+    origin, data = provenance.origin_of(tree), read_json(Path("data/prepared/meta.json"))
+    page = report_page(
+        phase1,
+        workers,
+        phase3,
+        averaged,
+        rows=rows,
+        drawings={drawing.name: drawing for drawing in drawings},
+        pictures=pictures,
+        params=tree,
+        origin=origin,
+        environment=environment,
+        data=data,
+    )
+    write_text(Path("report/index.html"), page)
+    numbers = {
+        "summary": {**summary, "gain_over_workers_mean": gain(workers, phase3)},
+        "table": [asdict(row) for row in rows],
+        "records": {"phase1": phase1, "phase2": workers, "phase3": phase3, "averaged": averaged},
+        "params": tree,
+        "origin": asdict(origin),
+        "environment": environment,
+    }
+    write_json(Path("report/report.json"), numbers)
+    table = result_table(rows)
     write_text(Path("report/summary.md"), f"# SWAP\n\n{table}\n")
-    click.echo(f"\n{table}\n\nreport: report/summary.md")
+    click.echo(f"\n{table}\n\nreport: report/index.html, report/summary.md")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from swap_pipeline.durations import duration
 from swap_pipeline.plan import Plan, RunPlan, Size, counted
 from swap_pipeline.plan_times import Expected, Forecast, Throughput, Times
 
@@ -181,17 +182,6 @@ def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
     yield "critical path: devices for every worker", duration(times.critical_path), ""
     for run in plan.baselines:
         yield row(f"{_NAMES[run.section]} on {counted(run.devices, 'device')}", getattr(times, run.section))
-
-
-def duration(seconds: float) -> str:
-    """`9.5 s`, `12 min 05 s`, `3 h 55 min`."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    if seconds < 3599.5:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours:,} h {minutes:02d} min"
 
 
 def _si(number: float) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import atomic_write
+from swap_pipeline.git import git
 from swap_pipeline.params import Params, read_params
 
 RECIPES = Path("recipes")
@@ -99,17 +99,9 @@ def _recipe_entry(content: bytes) -> str | None:
 
 def _is_committed(path: Path) -> bool:
     """Whether git's last commit here has exactly this file; False where there is no git or no repository."""
-    committed = _git("rev-parse", "--verify", "--quiet", f"HEAD:./{path}")
+    committed = git("rev-parse", "--verify", "--quiet", f"HEAD:./{path}")
     # hash-object converts line ends as a commit would, where git is set up for that.
-    return committed is not None and committed == _git("hash-object", "--", str(path))
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(("git", *arguments), capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return committed is not None and committed == git("hash-object", "--", str(path))
 
 
 def _closest(name: str, known: list[str]) -> str:

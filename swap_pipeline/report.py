@@ -6,6 +6,7 @@ import csv
 import io
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 CURVE_COLUMNS = ("learning_rate", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
@@ -37,31 +38,71 @@ def summarise(
     }
 
 
-def result_table(phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any]) -> str:
-    """The result for people, as a Markdown table that also reads well as it is."""
+@dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """A line of the table of results; None where something does not apply."""
+
+    name: str
+    test_accuracy: float | None = None
+    spread: float | None = None
+    """standard deviation over workers"""
+    test_loss: float | None = None
+    seconds: float | None = None
+    devices: str | None = None
+    is_result: bool = False
+    """of SWAP itself"""
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Name, accuracy, loss and seconds, for people."""
+        spread = "" if self.spread is None else f" ± {self.spread:.2f}"
+        return (
+            self.name,
+            "" if self.test_accuracy is None else f"{self.test_accuracy:.2f}{spread}",
+            "" if self.test_loss is None else f"{self.test_loss:.4f}",
+            "" if self.seconds is None else f"{self.seconds:.1f}",
+        )
+
+
+RESULT_COLUMNS = ("", "test accuracy", "test loss", "seconds")
+
+
+def result_rows(
+    phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any]
+) -> list[ResultRow]:
+    """Phase 1, every worker, their mean, SWAP, and the time that it takes."""
     summary = summarise(phase1, workers, phase3)
     why = "τ passed" if phase1["stopped_by"] == "accuracy" else "maximum reached"
-    rows = [("", "test accuracy", "test loss", "seconds")]
     epochs = "1 epoch" if phase1["epochs"] == 1 else f"{phase1['epochs']} epochs"
-    rows.append(_row(f"phase 1 ({epochs}, {why})", phase1))
-    rows += [_row(f"worker, seed {seed}", worker) for seed, worker in workers.items()]
-    spread = summary["workers"]["test_accuracy_std"]
-    rows.append(
-        (
-            f"mean of {len(workers)} workers",
-            f"{summary['workers']['test_accuracy_mean']:.2f}" + ("" if spread is None else f" ± {spread:.2f}"),
-            f"{statistics.fmean(worker['test_loss'] for worker in workers.values()):.4f}",
-            "",
-        )
-    )
     of_what = "the workers" if phase3["models"] == len(workers) else f"{phase3['models']} models"
-    rows.append(_row(f"SWAP: average of {of_what}", phase3))
-    rows.append(("critical path", "", "", f"{summary['time']['critical_path_seconds']:.1f}"))
-    return aligned(rows)
+    return [
+        _row(f"phase 1 ({epochs}, {why})", phase1),
+        *(_row(f"worker, seed {seed}", worker) for seed, worker in workers.items()),
+        ResultRow(
+            name=f"mean of {len(workers)} workers",
+            test_accuracy=summary["workers"]["test_accuracy_mean"],
+            spread=summary["workers"]["test_accuracy_std"],
+            test_loss=statistics.fmean(worker["test_loss"] for worker in workers.values()),
+        ),
+        _row(f"SWAP: average of {of_what}", phase3, is_result=True),
+        ResultRow(name="critical path", seconds=summary["time"]["critical_path_seconds"]),
+    ]
 
 
-def _row(name: str, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return name, f"{record['test_accuracy']:.2f}", f"{record['test_loss']:.4f}", f"{record['seconds']:.1f}"
+def _row(name: str, record: Mapping[str, Any], *, is_result: bool = False) -> ResultRow:
+    return ResultRow(
+        name=name,
+        test_accuracy=record["test_accuracy"],
+        test_loss=record["test_loss"],
+        seconds=record["seconds"],
+        devices=record.get("devices"),
+        is_result=is_result,
+    )
+
+
+def result_table(rows: Sequence[ResultRow]) -> str:
+    """The result for people, as a Markdown table that also reads well as it is."""
+    return aligned([RESULT_COLUMNS, *(row.cells for row in rows)])
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:

@@ -157,7 +157,7 @@ def _table_markdown(table: Table) -> str:
         cells = ((cell(key, row.measured[key]), i in bold[key]) for key in table.columns)
         rows.append((row.title, *(f"**{text}**" if is_best else text for text, is_best in cells)))
         if row.paper:
-            rows.append(("*paper*", *(_paper_cell(key, row.paper.get(key)) for key in table.columns)))
+            rows.append(("*paper*", *(paper_cell(key, row.paper.get(key)) for key in table.columns)))
     lines = [f"- {line}" for line in table.captions]
     if table.notes:
         lines += ["", "Notes:", "", *(f"- {note}" for note in table.notes)]
@@ -175,7 +175,7 @@ def cell(key: str, measured: Measured) -> str:
     return f"{measured.mean:.{digits}f}{spread}"
 
 
-def _paper_cell(key: str, figure: Figure | None) -> str:
+def paper_cell(key: str, figure: Figure | None) -> str:
     if figure is None:
         return DASH
     return figure.text if figure.unit == QUANTITIES[key].unit else f"{figure.text} {figure.unit}"
@@ -226,7 +226,9 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def _figure_json(figure: Figure | None) -> dict[str, Any] | None:
-    return None if figure is None else {"mean": figure.mean, "std": figure.std, "unit": figure.unit}
+    if figure is None:
+        return None
+    return {"mean": figure.mean, "std": figure.std, "text": figure.text, "unit": figure.unit}
 
 
 def as_csv(comparison: Comparison) -> str:

@@ -116,7 +116,10 @@ def test_a_stage_declares_exactly_the_params_it_reads(name: str) -> None:
     if method in ("swa_large_batch", "swa_small_batch"):
         read = {key for key in read if not key.startswith("phase2")} | {"phase2.cycles", "phase2.epochs"}
         read |= {SWA_STARTS[method]}
-    declared = set(stages()[name]["params"])
+    entries = stages()[name].get("params", [])
+    if entries == [{"params.yaml": None}]:
+        return  # all of them, for a page that shows them
+    declared = set(entries)
     assert {key for key in read if not any(covers(entry, key) for entry in declared)} == set()
     assert {entry for entry in declared if not any(covers(entry, key) for key in read)} == set()
 

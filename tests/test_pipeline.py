@@ -44,7 +44,7 @@ def test_repro_runs_all_phases_and_ends_with_the_table(finished_project: Project
         "critical path",
     ):
         assert words in output
-    assert "report: report/summary.md" in output
+    assert "report: report/index.html, report/summary.md" in output
 
 
 def test_metrics_are_what_the_phases_recorded(finished_project: Project) -> None:
@@ -193,6 +193,17 @@ def test_phase_1_run_again_with_the_same_result_does_not_train_phase_2(finished:
     output = finished.dvc("repro", "--force", "--single-item", "phase1")
     assert "phase1: epoch 3/3" in output
     assert ran(finished.dvc("repro")) == ["report"]
+
+
+def test_pictures_and_curves_are_dvc_plots(finished: Project) -> None:
+    plots = json.loads(finished.run("dvc", "plots", "show", "--json").stdout)["data"]
+    assert plots["report/figures/training.svg"][0]["type"] == "image"
+    assert plots["report/figures/schedules.svg"][0]["type"] == "image"
+    (average,) = plots["test accuracy beside the average's"]
+    drawn = [row for row in average["content"]["data"]["values"] if row["run"] == "averaged"]
+    points = finished.json("metrics/averaged.json")["points"]
+    assert [float(row["test_accuracy"]) for row in drawn] == [point["test_accuracy"] for point in points]
+    assert [row["epoch"] for row in drawn] == ["4", "5"]  # after phase 1's three
 
 
 def test_an_edited_report_trains_nothing(finished: Project) -> None:

@@ -22,13 +22,14 @@ from ruamel.yaml import YAML
 
 from swap_pipeline import launch
 from swap_pipeline.checkpoint import TensorFile, write_tensors
+from swap_pipeline.durations import duration
 from swap_pipeline.errors import SwapError
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Compute, Data, Model, Params, parse_params, read_params
 from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Plan, RunPlan, image_sizes, make_plan
 from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
 from swap_pipeline.plan_plot import draw
-from swap_pipeline.plan_text import duration, json_of, text_of
+from swap_pipeline.plan_text import json_of, text_of
 from swap_pipeline.plan_times import Forecast, Throughput, Times, expected_times
 from swap_pipeline.planning import plan_params
 from swap_pipeline.throughput import measure_throughput

@@ -872,9 +872,10 @@ def test_json_and_csv_have_the_papers_minutes_as_minutes() -> None:
     comparison = comparison_of(top5_records(), recipe="imagenet")
     rows = as_json(comparison)["tables"]["plain_training"]["rows"]
     time = rows["swap_after"]["quantities"]["training_time"]
-    assert time["paper"] == {"mean": 156.55, "std": 0.56, "unit": "min"}
+    assert time["paper"] == {"mean": 156.55, "std": 0.56, "text": "156.55 ± 0.56", "unit": "min"}
     assert time["unit"] == "s" and time["mean"] == pytest.approx(470 / 3)
-    assert rows["small_batch"]["quantities"]["devices"]["paper"] == {"mean": 8.0, "std": None, "unit": "devices"}
+    devices = rows["small_batch"]["quantities"]["devices"]["paper"]
+    assert devices == {"mean": 8.0, "std": None, "text": "8", "unit": "devices"}
     lines = list(csv.DictReader(io.StringIO(as_csv(comparison))))
     line = next(line for line in lines if (line["method"], line["quantity"]) == ("large_batch", "test_top5"))
     assert (line["paper_mean"], line["paper_std"], line["paper_unit"]) == ("92.98", "0.06", "%")

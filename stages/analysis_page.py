@@ -1,0 +1,33 @@
+"""python -m stages.analysis_page
+
+What the analysis found, as pictures and a page: `analysis/index.html`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swap_pipeline.ranks import run_stage
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    from swap_pipeline import figures
+    from swap_pipeline.analysis_page import analysis_page, draw_analysis
+    from swap_pipeline.files import read_json, write_text
+    from swap_pipeline.instances import ANALYSES, Instance
+
+    paths = {method: Instance(method=method).record for method in ANALYSES}
+    records = {method: read_json(path) if path.exists() else None for method, path in paths.items()}
+    drawings = draw_analysis(records)
+    pictures = figures.save(drawings, Path("analysis/figures"))
+    Path("analysis/figures").mkdir(parents=True, exist_ok=True)  # an out, even if there is nothing to draw
+    page = analysis_page(records, drawings={drawing.name: drawing for drawing in drawings}, pictures=pictures)
+    write_text(Path("analysis/index.html"), page)
+    click.echo("analysis: analysis/index.html")
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,274 @@
+"""The pages: whole in one file, nothing of the data taken for markup, numbers as recorded."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from made_up import PAGES, landscape_record, lay_out, swap_records, tables_record, workers_record, write_pages
+
+from swap_pipeline import provenance
+from swap_pipeline.analysis_page import analysis_page, draw_analysis
+from swap_pipeline.files import write_json
+from swap_pipeline.page import element, from_markdown, joined, page, table
+from swap_pipeline.report import result_rows, result_table
+
+EVIL = "<script>alert('x')</script> & \"quotes\""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All three pages, with names that a page must not take for markup."""
+    folder = lay_out(
+        tmp_path_factory.mktemp("pages") / "project",
+        changes={"phase2.peak_lr": 0.2, "model.options": {"<b>depth</b>": 3}},
+        classes=(EVIL, "shoe"),
+    )
+    record = json.loads((folder / "metrics/phase1.json").read_text())
+    write_json(folder / "metrics/phase1.json", {**record, "devices": "2 × <i>cpu</i>"})
+    write_pages(folder)
+    return folder
+
+
+class Reader(HTMLParser):
+    """Collects tags with their attributes, and checks that each is closed where it should be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("img", "meta"):
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"th", "td"} & set(self._open):
+            self.rows[-1][-1] += data
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def read(folder: Path, name: str) -> str:
+    return (folder / name / "index.html").read_text()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_needs_nothing_but_itself(written: Path, name: str) -> None:
+    text = read(written, name)
+    page = Reader(text)
+    assert not re.search(r"https?://|//\w+\.\w|url\(|@import", text)
+    assert {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "svg"} == set()
+    images = page.named("img")
+    assert images
+    for image in images:
+        assert (image["src"] or "").startswith("data:image/svg+xml;base64,")
+        assert len(image["alt"] or "") > 40
+    assert page.named("html") == [{"lang": "en"}]
+    assert next(tag for tag, _ in page.tags if tag in ("h1", "h2", "h3")) == "h1"
+    assert len(page.named("h1")) == 1
+    (policy,) = [meta for meta in page.named("meta") if meta.get("http-equiv")]
+    assert (policy["content"] or "").startswith("default-src 'none'")
+
+
+def test_nothing_of_the_data_is_taken_for_markup(written: Path) -> None:
+    text = read(written, "report")
+    for hostile in (EVIL, "model.options.<b>depth</b>", "2 × <i>cpu</i>"):
+        assert hostile not in text
+        assert html.escape(hostile) in text
+
+
+def test_elements_escape_all_but_html() -> None:
+    inner = element("b", "a < b")
+    assert (
+        element("p", inner, " & ", 3, class_="x", title='"')
+        == '<p class="x" title="&quot;"><b>a &lt; b</b> &amp; 3</p>'
+    )
+    assert from_markdown("`<a>` is *not* **b**") == "<code>&lt;a&gt;</code> is <em>not</em> <strong>b</strong>"
+    assert joined(["<", inner]) == "&lt;<b>a &lt; b</b>"
+    assert '<th scope="row">&lt;x&gt;</th>' in table(("a", "b"), [("<x>", 1)], caption="c")
+    assert "<title>&lt;t&gt;</title>" in page("<t>", lead="", content=[])
+
+
+def test_the_report_shows_the_numbers_of_the_records(written: Path) -> None:
+    records, text = swap_records(), read(written, "report")
+    swap = records["phase3"]["test_accuracy"]
+    accuracies = [worker["test_accuracy"] for worker in records["workers"].values()]
+    assert f"<dd>{swap:.2f} %</dd>" in text
+    assert f"<dd>{swap - sum(accuracies) / 4:+.2f} points</dd>" in text
+    assert "<dd>1 min 54 s</dd>" in text  # 63.6 + 49 + 1.2 seconds
+    rows = Reader(text).rows
+    for seed, worker in records["workers"].items():
+        expected = [f"worker, seed {seed}", f"{worker['test_accuracy']:.2f}", f"{worker['test_loss']:.4f}",
+                    f"{worker['seconds']:.1f}", "1 × cpu"]  # fmt: skip
+        assert expected in rows
+    assert ["critical path", "", "", "113.8", ""] in rows
+    for command in ("dvc repro comparisons/dvc.yaml", "dvc repro analysis/dvc.yaml"):
+        assert f"<code>{command}</code>" in text
+
+
+def test_the_report_tells_what_differs_from_the_recipe(written: Path) -> None:
+    page = Reader(read(written, "report"))
+    assert ["phase2.peak_lr", "0.2", "0.1"] in page.rows
+    assert ["model.options.<b>depth</b>", "3", "– (not there)"] in page.rows
+    assert ["phase2.epochs", "8"] in page.rows
+    marked = [attributes for attributes in page.named("tr") if attributes.get("class") == "marked"]
+    assert len(marked) == 1 + 2  # SWAP's row, and both in the list of all params
+
+
+def test_a_recipe_that_is_not_there_is_said(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    tree = {"recipe": "../birds", "data": {"name": "x"}}
+    assert provenance.origin_of(tree, recipes=tmp_path / "recipes") == provenance.Origin(
+        recipe="../birds", problem=f"there is no {tmp_path}/recipes/../birds.yaml to compare with", changes=()
+    )
+    (tmp_path / "recipes" / "birds.yaml").write_text("a: [")
+    assert "cannot be read" in (provenance.origin_of({"recipe": "birds"}, recipes=tmp_path / "recipes").problem or "")
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
+def test_a_recipe_differs_in_nothing_from_itself(recipe: str) -> None:
+    tree = provenance.read_tree(ROOT / "recipes" / f"{recipe}.yaml")
+    assert provenance.origin_of(tree, recipes=ROOT / "recipes").changes == ()
+
+
+def test_changes_are_by_value_not_by_spelling() -> None:
+    changes = provenance.changes_of(
+        {"a": {"b": 0.0005, "c": [1, 2], "e": True}, "n": 1}, {"a": {"b": 5e-4, "c": [1, 3], "d": "x", "e": True}}
+    )
+    assert [(c.key, c.here, c.recipe) for c in changes] == [
+        ("a.c", "[1, 2]", "[1, 3]"),
+        ("n", "1", None),
+        ("a.d", None, "x"),
+    ]
+
+
+def test_the_numbers_stand_beside_the_page_as_json(written: Path) -> None:
+    numbers, records = json.loads((written / "report/report.json").read_text()), swap_records()
+    assert numbers["records"]["phase2"]["3"] == records["workers"][3]
+    assert numbers["records"]["averaged"] == records["averaged"]
+    assert numbers["summary"]["swap"]["test_accuracy"] == records["phase3"]["test_accuracy"]
+    assert [row["name"] for row in numbers["table"]][-2:] == ["SWAP: average of the workers", "critical path"]
+    assert numbers["params"]["phase2"]["peak_lr"] == 0.2
+    assert {"key": "phase2.peak_lr", "here": "0.2", "recipe": "0.1"} in numbers["origin"]["changes"]
+    assert numbers["environment"]["code"]["commit"] is None  # not in a git repository
+    assert numbers["environment"]["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_the_text_table_and_the_page_have_the_same_rows(written: Path) -> None:
+    records = swap_records()
+    rows = result_rows(records["phase1"], records["workers"], records["phase3"])
+    lines = result_table(rows).splitlines()
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]] == [
+        list(r.cells) for r in rows
+    ]
+    assert result_table(rows) in (written / "report/summary.md").read_text()
+    shown = Reader(read(written, "report")).rows
+    assert all(list(row.cells) in [cells[:4] for cells in shown] for row in rows)
+
+
+@pytest.mark.parametrize("dirty", [False, True])
+def test_the_commit_is_told_and_what_differs_from_it(
+    dirty: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("params.yaml", "dvc.lock", "metrics/swap.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("old")
+    identity = ("-c", "user.name=T", "-c", "user.email=t@example.org")
+    for command in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-qm", "start")):
+        subprocess.run(("git", *command), check=True)
+    for name in ("dvc.lock", "metrics/swap.json", *(["params.yaml"] if dirty else [])):
+        (tmp_path / name).write_text("new")  # the first two are written by every run
+    (tmp_path / "untracked").write_text("")
+    head = subprocess.run(("git", "rev-parse", "HEAD"), capture_output=True, text=True, check=True).stdout.strip()
+    monkeypatch.setenv("DVC_EXP_NAME", "gentle")
+    monkeypatch.delenv("DVC_EXP_BASELINE_REV", raising=False)
+    expected = {"commit": head, "changed": ["params.yaml"] if dirty else [], "experiment": "gentle", "baseline": None}
+    assert provenance.code_version() == expected
+
+
+def test_the_comparisons_page_has_the_tables_best_in_bold(written: Path) -> None:
+    text = read(written, "comparisons")
+    rows = Reader(text).rows
+    assert ["SGD (small-batch)", "91.05 ± 0.07", "1", "150.5 ± 0.7", "150.5 ± 0.7"] in rows
+    assert "<strong>91.05 ± 0.07</strong>" in text
+    order = [row[0] for row in rows]
+    assert order.index("SGD (small-batch)") < order.index("SGD (large-batch)") < order.index("SWAP (before averaging)")
+    assert order[-1] == "SWAP (8 small-batch epochs)"
+    for entry in tables_record()["tables"].values():
+        for line in entry["captions"]:
+            assert from_markdown(line) in text
+
+
+def test_comparisons_stand_beside_the_papers_and_say_what_is_missing(tmp_path: Path) -> None:
+    folder = lay_out(tmp_path / "project")
+    write_json(
+        folder / "comparisons/tables.json", tables_record(recipe="imagenet", without=("small_batch", "swa_large_batch"))
+    )
+    write_pages(folder, "comparisons_page")
+    text = read(folder, "comparisons")
+    rows = Reader(text).rows
+    after = rows.index(["SWAP (after averaging)", "90.85 ± 0.07", "–", "2", "115.7 ± 2.1", "165.2 ± 2.8"])
+    assert rows[after + 1] == ["paper", "76.19 ± 0.03", "93.32 ± 0.02", "16", "156.55 ± 0.56 min", "–"]
+    assert "<code>dvc repro comparisons/dvc.yaml:small_batch comparisons/dvc.yaml:small_batch_again@1</code>" in text
+
+
+def test_the_analysis_page_shows_marks_and_last_points(written: Path) -> None:
+    rows = Reader(read(written, "analysis")).rows
+    marks = landscape_record()["planes"][1]["marks"]
+    swap = marks[3]
+    assert ["SWAP", f"{swap['train_error']:.2f}", f"{swap['test_error']:.2f}", "2.50"] in rows
+    assert ["worker 2", f"{marks[2]['train_error']:.2f}", f"{marks[2]['test_error']:.2f}", "on it"] in rows
+    assert [row[:2] for row in rows if row[0] == "phase 1"] == [["phase 1", "20"]]
+
+
+def test_what_was_not_analysed_is_told_with_the_remedy() -> None:
+    nothing = analysis_page({}, drawings={}, pictures={})
+    for stage in ("landscape", "cosine", "workers"):
+        assert f"<code>dvc repro analysis/dvc.yaml:{stage}</code>" in nothing
+    records = {
+        "landscape": {**landscape_record(), "planes": [], "left_out": [{"name": "workers", "why": "only 2 <workers>"}]},
+        "cosine": {"points": [], "images": 100},
+        "workers": workers_record(seeds=(0,)),
+    }
+    drawings = draw_analysis(records)
+    assert [drawing.name for drawing in drawings] == ["workers_accuracy"]
+    text = analysis_page(records, drawings={d.name: d for d in drawings}, pictures={"workers_accuracy": b""})
+    assert "The plane workers is left out: only 2 &lt;workers&gt;." in text
+    assert "<code>phase1.keep_epochs</code>" in text
+    assert "add to <code>workers.seeds</code>" in text
+
+
+def test_pages_of_missing_records_end_in_one_line(tmp_path: Path) -> None:
+    folder = lay_out(tmp_path / "project")
+    (folder / "comparisons/tables.json").unlink()
+    done = subprocess.run(
+        [sys.executable, "-m", "stages.comparisons_page"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: comparisons/tables.json is missing") and len(done.stderr.splitlines()) == 1
