@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swap_pipeline.archives import find_or_download, read_idx, read_members
+from swap_pipeline.archives import find, find_or_download, read_idx, read_members
 from swap_pipeline.checkpoint import TensorFile, digest_of, write_tensors
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import write_json
@@ -294,6 +294,19 @@ _FROM_ARRAYS: dict[str, Callable[[str], Source]] = {
     "cifar10": _cifar10,
     "cifar100": _cifar100,
 }
+
+
+def missing_files(data: Data) -> list[str] | None:
+    """Official files of a data set that are not here and will be downloaded; None if it has none."""
+    urls = {
+        "cifar10": [CIFAR10_URL],
+        "cifar100": [CIFAR100_URL],
+        "fashion-mnist": [f"{FASHION_MNIST_URL}/{name}" for name in FASHION_MNIST_MD5],
+    }
+    if data.name not in urls:
+        return None
+    also_in = FASHION_MNIST_DEBIAN if data.name == "fashion-mnist" else None
+    return [url.rpartition("/")[2] for url in urls[data.name] if find(url, data.root, also_in=also_in) is None]
 
 
 # --- folders of images
