@@ -17,7 +17,7 @@ from pathlib import Path
 
 from swap_pipeline.environment import num_cores
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import BASELINES, SWA_STARTS, Instance
+from swap_pipeline.instances import ANALYSES, BASELINES, SWA_STARTS, Instance
 from swap_pipeline.params import Params, read_params
 from swap_pipeline.scratch import RESULT, Lock, facts_of, fingerprints, hash_of, scratch_root
 
@@ -76,8 +76,9 @@ def listed_instances(params: Params) -> list[Instance]:
         Instance(method="phase3"),
     ]
     others = [Instance(method=name) for name in (*BASELINES, *SWA_STARTS) if getattr(params, name) is not None]
-    plain = [*phases, *others]
-    return [*plain, *(replace(one, repeat=repeat) for repeat in params.repeats for one in plain)]
+    once = [Instance(method="averaged"), *(Instance(method=name) for name in ANALYSES if params.analysis is not None)]
+    again = [replace(one, repeat=repeat) for repeat in params.repeats for one in (*phases, *others)]
+    return [*phases, *others, *again, *once]
 
 
 def _needed(params: Params) -> tuple[set[str], dict[str, str]]:

@@ -16,14 +16,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from swap_pipeline import environment, launch
 from swap_pipeline.clean import in_bytes, look
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root
-from swap_pipeline.params import Data, Params, read_params
+from swap_pipeline.params import Params, read_params
 from swap_pipeline.scratch import scratch_root
+
+if TYPE_CHECKING:
+    from swap_pipeline.plan import Plan
 
 Status = Literal["ok", "note", "problem"]
 _SHOWN = ("torch", "torchvision", "dvc", "safetensors", "swap-pipeline")
@@ -231,7 +234,6 @@ def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
     """What `dvc repro` will do and write; the comparisons, which it does not run, can only be a note."""
     if params is None:
         return
-    from swap_pipeline.plan import Plan
     from swap_pipeline.plan_facts import devices_here
     from swap_pipeline.planning import plan_params
 
@@ -243,13 +245,13 @@ def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
         swa_large_then_small=None,
         swa_small_batch=None,
     )
-    plan: Plan = plan_params(alone, devices_here())
+    plan = plan_params(alone, devices_here())
     yield _ok("plan", f"{plan.network.name}, {plan.network.num_parameters:,} parameters: `swap plan` says more")
     try:
         plan_params(params, devices_here())
     except SwapError as error:
         yield _note("plan", f"the comparisons would stop: {error}")
-    needed, free = bytes_to_write(plan, params.data), shutil.disk_usage(".").free
+    needed, free = bytes_to_write(plan), shutil.disk_usage(".").free
     text = f"{in_bytes(free)} are free, a whole run writes up to {in_bytes(needed)}"
     if free >= needed:
         yield _ok("disk", text)
@@ -259,9 +261,9 @@ def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
         yield _problem("disk", f"{text}: free some, `swap clean` and `dvc gc -w` may help")
 
 
-def bytes_to_write(plan: Any, data: Data) -> int:
+def bytes_to_write(plan: Plan) -> int:
     """At most, for the plain pipeline: checkpoints, snapshots of jobs that run side by side, and prepared images."""
-    checkpoints = plan.num_checkpoints * plan.checkpoint_bytes * _COPIES_OF_CHECKPOINTS
+    checkpoints = (plan.num_checkpoints + plan.num_kept) * plan.checkpoint_bytes * _COPIES_OF_CHECKPOINTS
     snapshots = _SNAPSHOTS_OF_A_JOB * plan.slots * plan.snapshot_bytes
     facts = plan.data
     # Of images that stay in their files, a path, a label and a digest are written.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -45,11 +46,17 @@ def facts_of(*, device_type: str, processes: int, threads: int) -> dict[str, Any
     return facts | {"threads": threads} if device_type == "cpu" else facts
 
 
-def declared_stage(instance: Instance) -> tuple[list[str], list[str]]:
-    """What `dvc.yaml` lists for the instance: deps and params."""
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> Any:
+    """YAML takes tenths of a second, and `swap clean` asks for dozens of instances of a few files."""
     from ruamel.yaml import YAML
 
-    tree = YAML(typ="safe", pure=True).load(Path(instance.stage_file).read_text(encoding="utf-8"))
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def declared_stage(instance: Instance) -> tuple[list[str], list[str]]:
+    """What `dvc.yaml` lists for the instance: deps and params."""
+    tree = _parsed(Path(instance.stage_file).read_text(encoding="utf-8"))
     declared = tree["stages"][instance.stage]
 
     def filled_in(text: str) -> str:
@@ -69,11 +76,9 @@ def fingerprints(
     instance: Instance, choices: Iterable[Mapping[str, Any]], *, hash_path: Callable[[Path], Any] | None = None
 ) -> Iterator[str]:
     """The fingerprint under each of several sets of facts; what the instance depends on is read only once."""
-    from ruamel.yaml import YAML
-
     hash_path = hash_path or hash_of
     deps, keys = declared_stage(instance)
-    params = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text(encoding="utf-8"))
+    params = _parsed(Path("params.yaml").read_text(encoding="utf-8"))
     content = {
         "stage": instance.stage,
         "item": instance.item,
