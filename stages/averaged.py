@@ -32,7 +32,7 @@ def main() -> None:
         folder.collect(instance)
 
 
-def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int) -> list[Path]:
+def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int) -> dict[Path, Instance]:
     """What would be averaged if phase 2 ended after `epoch`: of each worker its model, and those of its past cycles."""
     cycle = epochs // cycles
     ended = [f"cycle_{k}.safetensors" for k in range(1, (epoch - 1) // cycle + 1)]
@@ -43,23 +43,27 @@ def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int
     else:
         last = f"epoch_{epoch}.safetensors"
     workers = [Instance(method="phase2", seed=seed) for seed in sorted(seeds)]
-    return [worker.checkpoints / name for worker in workers for name in (*ended, last)]
+    return {worker.checkpoints / name: worker for worker in workers for name in (*ended, last)}
 
 
 def average_each_epoch(params: Params, instance: Instance, folder: JobFolder) -> None:
     """Be one of the ranks."""
+    from swap_pipeline.averaging import check_origin
     from swap_pipeline.averaging_job import run_averages_job
     from swap_pipeline.distributed import process_group
     from swap_pipeline.setting import setting_of
 
     epochs, cycles, wanted = params.phase2.epochs, params.phase2.cycles, params.phase2.keep_epochs
     kept = sorted({*(range(1, epochs + 1) if wanted == "all" else wanted), epochs})
+    models = {
+        f"epoch_{epoch}": models_after(epoch, seeds=params.workers.seeds, epochs=epochs, cycles=cycles)
+        for epoch in kept
+    }
     with process_group() as group:
+        for path, worker in {path: worker for files in models.values() for path, worker in files.items()}.items():
+            check_origin(path, worker.origin)
         run_averages_job(
-            {
-                f"epoch_{epoch}": models_after(epoch, seeds=params.workers.seeds, epochs=epochs, cycles=cycles)
-                for epoch in kept
-            },
+            {label: list(files) for label, files in models.items()},
             name=instance.name,
             setting=setting_of(params),
             statistics=params.phase3,

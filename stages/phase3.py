@@ -36,22 +36,26 @@ def main(repeat: str) -> None:
         folder.collect(instance)
 
 
-def model_files(repeat: int, seeds: tuple[int, ...], cycles: int) -> list[Path]:
+def model_files(repeat: int, seeds: tuple[int, ...], cycles: int) -> dict[Path, Instance]:
     """All models to average: of each worker one for every cycle, the last of which is its final model."""
     names = [*(f"cycle_{k}.safetensors" for k in range(1, cycles)), "model.safetensors"]
     workers = [Instance(method="phase2", repeat=repeat, seed=seed) for seed in sorted(seeds)]
-    return [worker.checkpoints / name for worker in workers for name in names]
+    return {worker.checkpoints / name: worker for worker in workers for name in names}
 
 
 def average_workers(params: Params, instance: Instance, folder: JobFolder) -> None:
     """Algorithm 1, phase 3, as one of its ranks."""
+    from swap_pipeline.averaging import check_origin
     from swap_pipeline.averaging_job import run_averaging_job
     from swap_pipeline.distributed import process_group
     from swap_pipeline.setting import setting_of
 
+    models = model_files(instance.repeat, params.workers.seeds, params.phase2.cycles)
     with process_group() as group:
+        for path, worker in models.items():
+            check_origin(path, worker.origin)
         run_averaging_job(
-            model_files(instance.repeat, params.workers.seeds, params.phase2.cycles),
+            list(models),
             name=instance.name,
             header={"phase": "phase3", "seeds": sorted(params.workers.seeds), **instance.header},
             setting=setting_of(params),

@@ -30,17 +30,21 @@ def find_or_download(
     url: str, md5: str, root: str, *, contents_md5: str | None = None, also_in: Path | None = None
 ) -> Path:
     """Where a published file lies: in `data.root`, among earlier downloads, in `also_in`; else it is downloaded."""
-    name = url.rpartition("/")[2]
+    path = find(url, root, also_in=also_in)
+    if path is not None:
+        _check_md5(path, url, md5, contents_md5)
+        return path
     downloads = scratch_root() / "downloads"
-    # An experiment in a temporary folder has a data.root without what git ignores; its project's has it.
-    folders = [Path(root), Path(os.environ.get("DVC_ROOT", ".")) / root, downloads]
-    for folder in folders if also_in is None else [*folders, also_in]:
-        path = folder / name
-        if path.is_file():
-            _check_md5(path, url, md5, contents_md5)
-            return path
     _download(url, md5, downloads, root)
-    return downloads / name
+    return downloads / url.rpartition("/")[2]
+
+
+def find(url: str, root: str, *, also_in: Path | None = None) -> Path | None:
+    """Where a published file lies, if it is here; it is not looked into."""
+    # An experiment in a temporary folder has a data.root without what git ignores; its project's has it.
+    folders = [Path(root), Path(os.environ.get("DVC_ROOT", ".")) / root, scratch_root() / "downloads"]
+    paths = [folder / url.rpartition("/")[2] for folder in (folders if also_in is None else [*folders, also_in])]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _check_md5(path: Path, url: str, md5: str, contents_md5: str | None) -> None:

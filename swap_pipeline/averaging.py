@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from swap_pipeline.checkpoint import TensorFile, file_order, write_tensor_stream
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, shown
 
 # Up to this many elements a sum is kept in float64; above it float32 is exact enough and half the memory.
 _SMALL = 1 << 20
@@ -47,8 +47,8 @@ def _mean(files: Sequence[TensorFile], key: str) -> torch.Tensor:
         tensor = file.read(key)
         if not torch.isfinite(tensor).all():
             raise SwapError(
-                f"{file.path}: tensor {key!r} contains NaN or Inf, so it cannot be averaged: "
-                f"train this worker again, with a lower peak_lr if it happens again"
+                f"{file.path}: tensor {key!r} contains NaN or Inf{_of_run(file)}, so it cannot be averaged: "
+                f"lower peak_lr and run `dvc repro`, or delete this file and .swap to train the same again"
             )
         total += tensor
     mean = total.div_(len(files)).to(first.dtype)
@@ -57,13 +57,32 @@ def _mean(files: Sequence[TensorFile], key: str) -> torch.Tensor:
     return mean
 
 
+def _of_run(file: TensorFile) -> str:
+    """Whose weights they are, if the header says so."""
+    phase, seed = file.info.get("phase"), file.info.get("seed")
+    return f" ({shown(phase)[1:-1]}, seed {shown(seed)})" if isinstance(phase, str) and seed is not None else ""
+
+
+def check_origin(path: Path, expected: Mapping[str, Any]) -> None:
+    """Refuse a file that is whole but not the one that belongs there: another run's, copied or restored by mistake."""
+    info = TensorFile(path).info
+    for key, value in expected.items():
+        if info.get(key) != value:
+            raise SwapError(
+                f"{path} is not the file that belongs there (its header says {key} {shown(info.get(key))}, not "
+                f"{shown(value)}): delete it and run `dvc repro` (or `dvc checkout`)"
+            )
+
+
 def _check_alike(files: Sequence[TensorFile]) -> None:
     """All files hold the same keys, shapes and types."""
     first = files[0]
     for file in files[1:]:
         for key in sorted(first.layout.keys() ^ file.layout.keys()):
             has, lacks = (first, file) if key in first.layout else (file, first)
-            raise SwapError(f"{lacks.path} has no tensor {key!r}, which {has.path} has: only equal networks average")
+            raise SwapError(
+                f"{lacks.path} has no tensor {shown(key)}, which {has.path} has: only equal networks average"
+            )
         for key, spec in first.layout.items():
             other = file.layout[key]
             if other != spec:

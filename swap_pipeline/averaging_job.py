@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from swap_pipeline.averaging import average_files
+from swap_pipeline.averaging import average_files, check_origin
 from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.checkpoint import load_weights
 from swap_pipeline.data import Meta, Split, View
@@ -57,6 +57,8 @@ class Averager:
 
     def average(self, models: Sequence[Path], mean: Path, reporter: Reporter | None = None) -> float:
         """Give `network` the mean of `models`, by way of the file `mean`, and statistics; returns the seconds."""
+        for path in models:
+            check_origin(path, {"model": self.description, "classes": list(self.meta.classes)})
         self.group.wait()
         began = time.perf_counter()
         if self.group.is_main:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, shown
 from swap_pipeline.files import atomic_write
 
 METADATA_KEY = "swap_pipeline"
@@ -113,7 +113,12 @@ def _header(entries: Mapping[str, Any], info: Mapping[str, Any], digests: Mappin
 
 def _header_digest(entries: Mapping[str, Any], info: Mapping[str, Any], digests: Mapping[str, str]) -> str:
     shapes = {key: [entry["dtype"], entry["shape"]] for key, entry in entries.items()}
-    return xxhash.xxh3_64_hexdigest(_canonical([shapes, info, digests]).encode())
+    return digest_of([shapes, info, digests])
+
+
+def digest_of(value: Any) -> str:
+    """A digest of what JSON can hold."""
+    return xxhash.xxh3_64_hexdigest(_canonical(value).encode())
 
 
 def _canonical(value: Any) -> str:
@@ -142,8 +147,8 @@ class TensorFile:
             raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
         except OSError as error:
             raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise _damaged(path, str(error)) from None
+        except (SafetensorError, KeyError, ValueError, OverflowError) as error:
+            raise DamagedFileError(path, str(error)) from None
         if METADATA_KEY not in metadata:
             raise SwapError(f"{path} was not written by this pipeline: it has no {METADATA_KEY!r} entry in its header")
         try:
@@ -151,21 +156,23 @@ class TensorFile:
             self.info: dict[str, Any] = about["info"]
             self._digests: dict[str, str] = about["tensors"]
             stated = about["header"]
-        except (ValueError, KeyError, TypeError):
-            raise _damaged(path, "its header cannot be read") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise DamagedFileError(path, "its header cannot be read") from None
+        if not isinstance(self.info, dict) or not isinstance(self._digests, dict):
+            raise DamagedFileError(path, "its header has another form")
         entries = {key: {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape)} for key, spec in self.layout.items()}
         if stated != _header_digest(entries, self.info, self._digests) or set(self._digests) != set(self.layout):
-            raise _damaged(path, "its header does not match its digest")
+            raise DamagedFileError(path, "its header does not match its digest")
 
     def read(self, key: str) -> torch.Tensor:
         """One tensor, checked against its digest."""
         try:
             tensor = self._file.get_tensor(key)
-        except (SafetensorError, OSError) as error:
-            raise _damaged(self.path, str(error)) from None
+        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:  # torch's words for odd shapes
+            raise DamagedFileError(self.path, str(error)) from None
         assert isinstance(tensor, torch.Tensor)
         if xxhash.xxh3_64_hexdigest(_bytes_of(tensor)) != self._digests[key]:
-            raise _damaged(self.path, f"tensor {key!r} does not match its digest")
+            raise DamagedFileError(self.path, f"tensor {shown(key)} does not match its digest")
         return tensor
 
 
@@ -173,9 +180,12 @@ def _spec_of(part: Any) -> Spec:
     return Spec(_TORCH_DTYPES[part.get_dtype()], tuple(part.get_shape()))
 
 
-def _damaged(path: Path, reason: str) -> SwapError:
-    reason = " ".join(reason.split())
-    return SwapError(f"{path} is damaged ({reason}): delete it and run `dvc repro` (or `dvc checkout`)")
+class DamagedFileError(SwapError):
+    """A file that does not hold what was once written to it."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.reason = " ".join(reason.split())[:300]
+        super().__init__(f"{path} is damaged ({self.reason}): delete it and run `dvc repro` (or `dvc checkout`)")
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -197,13 +207,16 @@ def check_fits(network: torch.nn.Module, path: Path) -> None:
     expected = network.state_dict()
     for key, tensor in expected.items():
         if key not in file.layout:
-            raise _other_architecture(path, f"it has no tensor {key!r}")
+            raise _other_architecture(path, f"it has no tensor {shown(key)}")
         if file.layout[key].shape != tuple(tensor.shape):
             found, wanted = list(file.layout[key].shape), list(tensor.shape)
             raise _other_architecture(path, f"tensor {key!r} has shape {found} instead of {wanted}")
+        if file.layout[key].dtype != tensor.dtype:
+            types = f"{file.layout[key].dtype} instead of {tensor.dtype}".replace("torch.", "")
+            raise _other_architecture(path, f"tensor {key!r} is {types}")
     extra = sorted(set(file.layout) - set(expected))
     if extra:
-        raise _other_architecture(path, f"it has a tensor {extra[0]!r} that the network does not know")
+        raise _other_architecture(path, f"it has a tensor {shown(extra[0])} that the network does not know")
 
 
 def _other_architecture(path: Path, reason: str) -> SwapError:
@@ -224,16 +237,31 @@ def write_snapshot(folder: Path, epoch: int, tensors: Mapping[str, torch.Tensor]
         old.unlink()
 
 
-def read_snapshot(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-    """The newest whole snapshot, if there is one; a damaged one is set aside."""
+def read_snapshot(
+    folder: Path, misfit: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], str] = lambda tensors, info: ""
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """The newest whole snapshot, if there is one; a damaged one is set aside.
+
+    So is one that is not this run's: `misfit` says why, or nothing.
+    """
     for path in sorted(folder.glob(_SNAPSHOT), reverse=True):
         try:
-            return read_tensors(path)
+            tensors, info = read_tensors(path)
+            reason = misfit(tensors, info)
+        except DamagedFileError as error:
+            reason = error.reason
         except SwapError as error:
-            aside = path.with_suffix(".damaged")
-            with contextlib.suppress(FileNotFoundError):  # another rank was faster
-                path.replace(aside)
-            print(f"warning: {error}; set aside as {aside.name}, going on from the one before it", flush=True)
+            reason = str(error)
+        if not reason:
+            return tensors, info
+        aside = path.with_suffix(".damaged")
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            path.replace(aside)
+        print(
+            f"warning: {path} cannot be used ({reason}): it is set aside as {aside.name}, and training goes on from "
+            f"the snapshot before it, if there is one",
+            flush=True,
+        )
     return None
 
 

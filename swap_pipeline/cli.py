@@ -117,6 +117,55 @@ def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) ->
             click.echo(f"{path}\t{name}\t{100 * probability:.2f} %")
 
 
+@main.command()
+@click.option(
+    "--params",
+    "file",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="What is to be run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
+def doctor(file: Path, as_json: bool) -> None:
+    """Look at what a person would check first; exit code 1 if `dvc repro` would not get through.
+
+    Versions, devices, processes and threads, precision, data, disk, scratch, DVC and git. Nothing is changed.
+    """
+    from swap_pipeline.doctor import examine, json_of, text_of
+
+    findings = examine(file)
+    click.echo(json_of(findings) if as_json else text_of(findings))
+    if any(finding.status == "problem" for finding in findings):
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--all", "everything", is_flag=True, help="Also what the present params need, and downloads.")
+def clean(yes: bool, dry_run: bool, everything: bool) -> None:
+    """Remove scratch (.swap) that no run of the present params needs, after saying how much that is.
+
+    Jobs at work are never touched, nor are checkpoints, metrics and DVC's cache.
+    """
+    from swap_pipeline.clean import in_bytes, look, remove
+
+    entries = look(everything=everything)
+    stale = [entry for entry in entries if not entry.is_needed and not entry.is_running]
+    for entry in entries:
+        mark = "remove" if entry in stale else "keep  "
+        click.echo(f"{mark}  {entry}")
+    freed = in_bytes(sum(entry.num_bytes for entry in stale))
+    if not stale:
+        click.echo("nothing to remove")
+    elif dry_run:
+        click.echo(f"would remove {len(stale)} of {len(entries)} folders and free {freed}")
+    elif yes or click.confirm(f"remove {len(stale)} of {len(entries)} folders and free {freed}?"):
+        removed = remove(stale)
+        click.echo(f"removed {len(removed)} folders, {in_bytes(sum(entry.num_bytes for entry in removed))} are free")
+
+
 def _own_network() -> str | None:
     """What this project's params call its network: code that its user chose, whatever a checkpoint says."""
     from swap_pipeline.params import read_params

@@ -7,16 +7,20 @@ depends on how often the process was started or on how many ranks share the work
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from swap_pipeline.checkpoint import TensorFile
+from swap_pipeline.checkpoint import TensorFile, digest_of
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import read_json
+
+# Larger than any image that a network is trained on; what claims more is no image.
+_MAX_SIDE = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,8 @@ class Meta:
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    digest: str = ""
+    """of all that the file says; the images of this data set carry it too"""
 
     @property
     def in_memory(self) -> bool:
@@ -37,24 +43,80 @@ class Meta:
 
 def read_meta(folder: Path) -> Meta:
     path = folder / "meta.json"
-    try:
-        tree = read_json(path)
-        channels, height, width = tree["shape"]
-        in_memory = {"memory": True, "files": False}[tree["kind"]]
-        meta = Meta(
-            classes=tuple(str(name) for name in tree["classes"]),
-            shape=(int(channels), int(height), int(width)) if in_memory else None,
-            channels=int(channels),
-            mean=tuple(float(value) for value in tree["mean"]),
-            std=tuple(float(value) for value in tree["std"]),
-        )
-    except SwapError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise SwapError(f"{path} is damaged ({error!r}): delete it and run `dvc repro`") from None
-    if not len(meta.mean) == len(meta.std) == channels:
-        raise SwapError(f"{path} is damaged (mean, std and shape do not agree): delete it and run `dvc repro`")
-    return meta
+    tree = read_json(path)
+    if reason := _why_no_meta(tree):
+        raise SwapError(f"{path} is damaged ({reason}): delete it and run `dvc repro`")
+    channels, height, width = tree["shape"]
+    return Meta(
+        classes=tuple(tree["classes"]),
+        shape=(channels, height, width) if tree["kind"] == "memory" else None,
+        channels=channels,
+        mean=tuple(tree["mean"]),
+        std=tuple(tree["std"]),
+        digest=digest_of(tree),
+    )
+
+
+def _why_no_meta(tree: Any) -> str:
+    """What keeps a tree from being that of a `meta.json`; empty if nothing does."""
+    if not isinstance(tree, dict) or tree.keys() != {"kind", "classes", "shape", "mean", "std"}:
+        return "it has other entries"
+    if tree["kind"] not in ("memory", "files"):
+        return f"kind is {str(tree['kind'])[:40]!r}"
+    shape = tree["shape"]
+    if not isinstance(shape, list) or len(shape) != 3:
+        return "shape is not channels, height and width"
+    return why_no_images(tree) or (
+        "" if all(map(is_size, shape[1:] if tree["kind"] == "memory" else ())) else "shape is not one of images"
+    )
+
+
+def why_no_images(tree: Mapping[str, Any]) -> str:
+    """What is wrong with classes, channels and normalisation, as `meta.json` and checkpoints have them."""
+    classes = tree.get("classes")
+    if not isinstance(classes, list) or not classes or not all(isinstance(name, str) for name in classes):
+        return "classes is not a list of names"
+    shape = tree.get("shape")
+    if not isinstance(shape, list) or len(shape) != 3 or not is_size(shape[0]):
+        return "shape is not channels, height and width"
+    for key in ("mean", "std"):
+        values = tree.get(key)
+        if not isinstance(values, list) or len(values) != shape[0] or not all(map(_is_finite, values)):
+            return f"{key} is not a number for each of {shape[0]} channels"
+        if key == "std" and min(values) <= 0:
+            return "std is not above 0"
+    return ""
+
+
+def is_size(value: Any) -> bool:
+    """Whether it can be the side of an image, or the number of its channels."""
+    return type(value) is int and 0 < value <= _MAX_SIDE
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MAX_SIDE and math.isfinite(value)
+
+
+def open_split(folder: Path, split: str, meta: Meta, dtypes: Mapping[str, torch.dtype]) -> TensorFile:
+    """The file of the training or test images, which must be of the data set that `meta` is of, with these tensors."""
+    path = folder / f"{split}.safetensors"
+    file = TensorFile(path)
+    for key, dtype in dtypes.items():
+        if key not in file.layout:
+            raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
+        if file.layout[key].dtype != dtype or not file.layout[key].shape:
+            raise SwapError(f"{path}: tensor {key!r} has another type: delete it and run `dvc repro`")
+    if file.info.get("split") != split or file.info.get("meta") != meta.digest:
+        raise SwapError(f"{path} does not belong to {folder / 'meta.json'}: delete {folder} and run `dvc repro`")
+    return file
+
+
+def read_labels(file: TensorFile, meta: Meta) -> torch.Tensor:
+    """The labels of a split, each of which has a class."""
+    labels = file.read("labels")
+    if labels.dim() != 1 or not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(meta.classes):
+        raise SwapError(f"{file.path} is empty or has labels without a class: delete it and run `dvc repro`")
+    return labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +127,18 @@ class View:
     """side of the square in pixels"""
     min_scale: float | None = None
     """training: a random crop of at least this share of the area; None: the middle of the image"""
+
+
+def view_in(info: Mapping[str, Any], path: Path) -> View | None:
+    """The view that a checkpoint's header tells of."""
+    view = info.get("view")
+    if view is None:
+        return None
+    if isinstance(view, dict) and view.keys() == {"size", "min_scale"} and is_size(view["size"]):
+        scale = view["min_scale"]
+        if scale is None or (type(scale) in (int, float) and 0 < scale <= 1):
+            return View(size=view["size"], min_scale=scale)
+    raise SwapError(f"{path}: its header says of the size of images what nobody can use: train it again")
 
 
 class Split(Protocol):
@@ -158,20 +232,14 @@ def read_images(folder: Path, split: str, device: torch.device) -> Images:
     """Memory-map a split; on a GPU, copy it there once."""
     meta = read_meta(folder)
     assert meta.in_memory
-    path = folder / f"{split}.safetensors"
-    file = TensorFile(path)
-    for key in ("images", "labels"):
-        if key not in file.layout:
-            raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
-    pixels, labels = file.read("images"), file.read("labels")
-    if pixels.dtype != torch.uint8 or tuple(pixels.shape[1:]) != meta.shape or len(pixels) != len(labels):
-        raise SwapError(f"{path} does not fit {folder / 'meta.json'}: delete both and run `dvc repro`")
-    if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= len(meta.classes):
-        raise SwapError(f"{path} is empty or has labels without a class: delete it and run `dvc repro`")
+    file = open_split(folder, split, meta, {"images": torch.uint8, "labels": torch.int64})
+    pixels, labels = file.read("images"), read_labels(file, meta)
+    if tuple(pixels.shape[1:]) != meta.shape or len(pixels) != len(labels):
+        raise SwapError(f"{file.path} does not fit {folder / 'meta.json'}: delete both and run `dvc repro`")
 
     return Images(
         pixels=pixels.to(device),
-        labels=labels.to(device, torch.int64),
+        labels=labels.to(device),
         mean=pixel_scale(meta.mean, device),
         std=pixel_scale(meta.std, device),
     )

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swap_pipeline.archives import find_or_download, read_idx, read_members
-from swap_pipeline.checkpoint import TensorFile, write_tensors
+from swap_pipeline.archives import find, find_or_download, read_idx, read_members
+from swap_pipeline.checkpoint import TensorFile, digest_of, write_tensors
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import write_json
 from swap_pipeline.image_files import find_root, shape_of
@@ -115,17 +115,18 @@ def unknown(name: str) -> SwapError:
 def _write(folder: Path, made: _Prepared) -> None:
     """What is known of the data is written last and removed first: without it, nothing here looks whole."""
     splits = {"train": made.train, "test": made.test}
+    mean, std = made.normalisation
+    meta = {"kind": made.kind, "classes": list(made.classes), "shape": list(made.shape), "mean": mean, "std": std}
     (folder / "meta.json").unlink(missing_ok=True)
     try:
         for split, tensors in splits.items():
-            info = {"split": split} | ({"list": _list_hash(tensors)} if made.kind == "files" else {})
+            info = {"split": split, "meta": digest_of(meta)}
+            info |= {"list": _list_hash(tensors)} if made.kind == "files" else {}
             write_tensors(folder / f"{split}.safetensors", tensors, info)
     except BaseException:
         for split in splits:
             (folder / f"{split}.safetensors").unlink(missing_ok=True)
         raise
-    mean, std = made.normalisation
-    meta = {"kind": made.kind, "classes": list(made.classes), "shape": list(made.shape), "mean": mean, "std": std}
     write_json(folder / "meta.json", meta)
 
 
@@ -226,7 +227,7 @@ def _fashion_mini(_root: str) -> Source:
     try:
         file = TensorFile(FASHION_MINI)
         return Source(classes=tuple(file.info["classes"]), **{key: file.read(key) for key in keys})
-    except (SwapError, KeyError):
+    except (SwapError, KeyError, TypeError):
         raise SwapError(f"{FASHION_MINI} is missing or damaged: `git checkout {FASHION_MINI}` brings it back") from None
 
 
@@ -293,6 +294,19 @@ _FROM_ARRAYS: dict[str, Callable[[str], Source]] = {
     "cifar10": _cifar10,
     "cifar100": _cifar100,
 }
+
+
+def missing_files(data: Data) -> list[str] | None:
+    """Official files of a data set that are not here and will be downloaded; None if it has none."""
+    urls = {
+        "cifar10": [CIFAR10_URL],
+        "cifar100": [CIFAR100_URL],
+        "fashion-mnist": [f"{FASHION_MNIST_URL}/{name}" for name in FASHION_MNIST_MD5],
+    }
+    if data.name not in urls:
+        return None
+    also_in = FASHION_MNIST_DEBIAN if data.name == "fashion-mnist" else None
+    return [url.rpartition("/")[2] for url in urls[data.name] if find(url, data.root, also_in=also_in) is None]
 
 
 # --- folders of images

@@ -56,5 +56,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         raise SwapError(f"{path} is damaged ({error}): delete it and run `dvc repro`") from None

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -183,6 +184,8 @@ def _list(folder: Path) -> tuple[list[str], list[str], int]:
     for name in (*folders, *files):
         if not _is_utf8(name):
             raise SwapError(f"{folder} has {name!a}, a name that is not UTF-8: rename it")
+        if any(unicodedata.category(letter) == "Cc" for letter in name):  # it could do things to a terminal
+            raise SwapError(f"{folder} has {name!a}, a name with control characters: rename it")
     return sorted(folders), sorted(files), num_others
 
 

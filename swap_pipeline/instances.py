@@ -120,6 +120,11 @@ class Instance:
         """What a checkpoint says of the repeat."""
         return {"repeat": self.repeat} if self.repeat else {}
 
+    @property
+    def origin(self) -> dict[str, str | int | None]:
+        """What the header of a worker's models must say of where they are from."""
+        return {"phase": self.method, "seed": self.seed, "repeat": self.repeat or None}
+
     def siblings(self, repeats: Sequence[int]) -> list[Instance]:
         """The same method in the other repeats. Repeat 0 has none: who asks for it alone does not pay for the rest."""
         return [replace(self, repeat=repeat) for repeat in repeats if repeat != self.repeat] if self.repeat else []

@@ -20,7 +20,17 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from swap_pipeline.checkpoint import TensorFile
-from swap_pipeline.data import EpochChoices, Images, Meta, View, derive_seed, make_batch, pixel_scale
+from swap_pipeline.data import (
+    EpochChoices,
+    Images,
+    Meta,
+    View,
+    derive_seed,
+    make_batch,
+    open_split,
+    pixel_scale,
+    read_labels,
+)
 from swap_pipeline.environment import num_loaders
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import decode
@@ -30,6 +40,13 @@ from swap_pipeline.ranks import die_with_parent
 MARGIN = 256 / 224
 # Sides of rectangles are multiples of this, so that images of about the same shape share a batch.
 _GRAIN = 16
+_INDEX = {
+    "labels": torch.int64,
+    "heights": torch.int32,
+    "widths": torch.int32,
+    "paths": torch.uint8,
+    "path_ends": torch.int64,
+}
 
 
 @dataclass(frozen=True)
@@ -64,18 +81,25 @@ def rectangle(height: int, width: int, size: int) -> tuple[int, int]:
 class _Reader(Dataset[Any]):
     """Decodes and crops; lives in the loader processes."""
 
-    def __init__(self, root: Path, channels: int, index: TensorFile) -> None:
+    def __init__(self, root: Path, meta: Meta, index: TensorFile) -> None:
         self._root = root
-        self._channels = channels
-        self._paths = index.read("paths").numpy()
-        self._ends = index.read("path_ends").numpy()
-        self.labels = index.read("labels")
-        self.heights = index.read("heights").numpy()
-        self.widths = index.read("widths").numpy()
+        self._channels = meta.channels
+        self._index = index.path
+        self.labels = read_labels(index, meta)
+        self._paths, self._ends = index.read("paths").numpy(), index.read("path_ends").numpy()
+        self.heights, self.widths = index.read("heights").numpy(), index.read("widths").numpy()
+        one_each = all(len(values) == len(self.labels) for values in (self._ends, self.heights, self.widths))
+        rising = one_each and self._ends[0] > 0 and bool((self._ends[1:] > self._ends[:-1]).all())
+        if not rising or self._ends[-1] != len(self._paths) or min(self.heights.min(), self.widths.min()) < 1:
+            raise SwapError(f"{index.path} does not say where each image is: delete it and run `dvc repro`")
 
     def path(self, index: int) -> Path:
+        """Where an image is: always below the data set's folder."""
         start = int(self._ends[index - 1]) if index else 0
-        return self._root / bytes(self._paths[start : int(self._ends[index])]).decode()
+        name = bytes(self._paths[start : int(self._ends[index])])
+        if name.startswith(b"/") or b".." in name.split(b"/") or b"\0" in name:
+            raise SwapError(f"{self._index} names an image outside of {self._root}: delete it and run `dvc repro`")
+        return self._root / os.fsdecode(name)
 
     def __getitems__(self, cuts: Sequence[Cut]) -> tuple[torch.Tensor, torch.Tensor] | str:
         """A uint8 batch and its labels, or what is wrong with one of its files."""
@@ -114,17 +138,11 @@ class FileImages:
     def __init__(
         self, folder: Path, split: str, meta: Meta, *, root: Path, test_crop: str, device: torch.device
     ) -> None:
-        path = folder / f"{split}.safetensors"
-        index = TensorFile(path)
-        for key in ("labels", "heights", "widths", "paths", "path_ends"):
-            if key not in index.layout:
-                raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
+        index = open_split(folder, split, meta, _INDEX)
         if not root.is_dir():
             raise SwapError(f"params.yaml: data.root is {str(root)!r}, which is no folder: name that of the images")
-        reader = _Reader(root, meta.channels, index)
-        self._heights, self._widths, labels = reader.heights, reader.widths, reader.labels
-        if not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(meta.classes):
-            raise SwapError(f"{path} is empty or has labels without a class: delete it and run `dvc repro`")
+        reader = _Reader(root, meta, index)
+        self._heights, self._widths = reader.heights, reader.widths
         self._channels = meta.channels
         self._device = device
         self._mean, self._std = pixel_scale(meta.mean, device), pixel_scale(meta.std, device)

@@ -130,12 +130,18 @@ def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
     path = Path(path)
     description = TensorFile(path).info.get("model")
     if not isinstance(description, dict):
-        raise SwapError(f"{path} is not a checkpoint of a network: its header does not describe one")
+        raise SwapError(f"{path} is not a checkpoint of a network: its header does not describe one, take another file")
     name = description.get("name")
     if not isinstance(name, str) or any(not _is(description[key], _KEYS.get(key)) for key in description):
-        raise SwapError(f"{path} holds a network {name!r} in a form that this version does not know")
+        raise SwapError(
+            f"{path} holds a network {str(name)[:80]!r} in a form that this version does not know: "
+            f"update swap-pipeline, or take another file"
+        )
     if not {"channels", "num_classes"} <= description.keys():
-        raise SwapError(f"{path} holds a network {name!r}, but its header does not say for which images and classes")
+        raise SwapError(
+            f"{path} holds a network {name[:80]!r}, but its header does not say for which images and classes: "
+            f"take the file as it was trained"
+        )
     if is_own(name) and name != own:
         raise SwapError(
             f"{path} holds a network that is made by {name}, code that is not part of this package: "

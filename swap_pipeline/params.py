@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, shown
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 IntByEpoch = int | tuple[tuple[int, int], ...]
@@ -25,6 +25,11 @@ IntByEpoch = int | tuple[tuple[int, int], ...]
 FloatByEpoch = float | tuple[tuple[int, float], ...]
 Knots = tuple[tuple[float, float], ...]
 """`[[epoch, value], …]`, with straight lines between them."""
+
+# Far more than any params file has: what is beyond is a mistake, or somebody's bomb.
+_MAX_BYTES = 1 << 18
+_MAX_VALUES = 20_000
+_MAX_DEPTH = 20
 
 
 EpochList = tuple[int, ...] | Literal["all"]
@@ -214,25 +219,50 @@ def read_params(path: Path = Path("params.yaml")) -> Params:
     from ruamel.yaml.error import YAMLError
 
     try:
-        # YAML 1.2, as DVC reads it: PyYAML would make a string of `1e-3`.
-        tree = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError:
         raise SwapError(f"{path} not found: run this from the project's root folder") from None
+    except OSError as error:
+        raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
+    if len(content) > _MAX_BYTES:
+        raise SwapError(f"{path} has {len(content):,} bytes, too many for a params file: take one from recipes/")
+    try:
+        # YAML 1.2, as DVC reads it: PyYAML would make a string of `1e-3`.
+        tree = YAML(typ="safe", pure=True).load(content.decode())
     except (YAMLError, UnicodeDecodeError) as error:
         what = " ".join(str(error).split())
-        raise SwapError(f"{path} is not valid YAML: {what}") from None
+        raise SwapError(f"{path} is not valid YAML: {what[:400]}") from None
+    except Exception as error:  # the reader lets through what its parts raise: dates that are none, deep nesting
+        what = " ".join(str(error).split())
+        raise SwapError(f"{path} is not valid YAML: {type(error).__name__}: {what[:400]}") from None
     return parse_params(tree, file=str(path))
 
 
 def parse_params(tree: Any, *, file: str = "params.yaml") -> Params:
     """Check a nested dict, as read from `file`, and give it its types."""
     try:
+        _check_extent(tree)
         params = _parse(Params, tree, key="")
         _check_together(params)
     except SwapError as error:
         raise SwapError(f"{file}: {error}") from None
     assert isinstance(params, Params)
     return params
+
+
+def _check_extent(tree: Any) -> None:
+    """YAML's aliases can make a tree without end of a few lines: what no params file needs is refused."""
+    num_values = 0
+    layer = [tree]
+    for _ in range(_MAX_DEPTH):
+        parts = [[*part.keys(), *part.values()] if isinstance(part, dict) else part for part in layer]
+        layer = [value for part in parts if isinstance(part, list) for value in part]
+        num_values += len(layer)
+        if not layer:
+            return
+        if num_values > _MAX_VALUES:
+            raise SwapError(f"the file has more than {_MAX_VALUES:,} values: it cannot be a params file")
+    raise SwapError(f"the file is nested more than {_MAX_DEPTH} deep, or an entry contains itself: write it flat")
 
 
 def _check_together(params: Params) -> None:
@@ -331,18 +361,18 @@ def _parse(kind: Any, value: Any, *, key: str, limits: Mapping[str, Any] = types
         return _parse_union(typing.get_args(kind), value, key=key, limits=limits)
     if origin is dict:
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-            raise SwapError(f"{key} is {value!r}, but must be a section with entries of its own")
+            raise SwapError(f"{key} is {shown(value)}, but must be a section with entries of its own")
         return dict(value)
     if dataclasses.is_dataclass(kind):
         return _parse_section(kind, value, key=key)
     if origin is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            raise SwapError(f"{key} is {value!r}: choose one of {', '.join(choices)}")
+            raise SwapError(f"{key} is {shown(value)}: choose one of {', '.join(choices)}")
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            raise SwapError(f"{key} is {value!r}: write a list, for example {_example(kind)}")
+            raise SwapError(f"{key} is {shown(value)}: write a list, for example {_example(kind)}")
         if typing.get_args(kind)[-1] is not Ellipsis:
             return _parse_pair(typing.get_args(kind), value, key=key, limits=limits)
         item_kind = typing.get_args(kind)[0]
@@ -373,7 +403,7 @@ def _parse_union(kinds: tuple[Any, ...], value: Any, *, key: str, limits: Mappin
 def _parse_pair(kinds: tuple[Any, ...], value: list[Any], *, key: str, limits: Mapping[str, Any]) -> Any:
     """An epoch and the value that belongs to it; the limits are the value's."""
     if len(value) != 2:
-        raise SwapError(f"{key} is {value!r}: write a pair, [epoch, value]")
+        raise SwapError(f"{key} is {shown(value)}: write a pair, [epoch, value]")
     epoch = _parse_scalar(kinds[0], value[0], key=f"{key}[0]", limits={"minimum": 0})
     return epoch, _parse(kinds[1], value[1], key=f"{key}[1]", limits=limits)
 
@@ -381,12 +411,13 @@ def _parse_pair(kinds: tuple[Any, ...], value: list[Any], *, key: str, limits: M
 def _parse_section(kind: Any, value: Any, *, key: str) -> Any:
     where = f"{key}." if key else ""
     if not isinstance(value, dict):
-        raise SwapError(f"{key or 'the file'} must be a section with entries of its own, not {value!r}")
+        raise SwapError(f"{key or 'the file'} must be a section with entries of its own, not {shown(value)}")
     fields = {f.name: f for f in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
     for name in value:
         if name not in fields:
-            raise SwapError(f"{where}{name} is not a known parameter{_closest(name, fields)}")
+            plain = isinstance(name, str) and name.isprintable() and len(name) <= 80
+            raise SwapError(f"{where}{name if plain else shown(name)} is not a known parameter{_closest(name, fields)}")
     for name, declared in fields.items():
         if name not in value and declared.default is dataclasses.MISSING:
             doc = declared.metadata.get("doc")
@@ -406,19 +437,19 @@ def _parse_scalar(kind: type, value: Any, *, key: str, limits: Mapping[str, Any]
     # bool is an int to Python, but `batch_size: true` is a slip.
     if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
         hint = " (write it without quotes)" if kind in (int, float) and _is_number(value) else ""
-        raise SwapError(f"{key} is {value!r}, but must be {names[kind]}{hint}")
+        raise SwapError(f"{key} is {shown(value)}, but must be {names[kind]}{hint}")
     if kind is str or kind is bool:
         return value
     assert isinstance(value, int | float)
     if abs(value) > sys.float_info.max or math.isnan(value):
-        raise SwapError(f"{key} is {value!r}, but must be finite")
+        raise SwapError(f"{key} is {shown(value)}, but must be finite")
     minimum, above, maximum = limits.get("minimum"), limits.get("above"), limits.get("maximum")
     if minimum is not None and value < minimum:
-        raise SwapError(f"{key} is {value!r}, but must be at least {minimum}")
+        raise SwapError(f"{key} is {shown(value)}, but must be at least {minimum}")
     if above is not None and value <= above:
-        raise SwapError(f"{key} is {value!r}, but must be above {above}")
+        raise SwapError(f"{key} is {shown(value)}, but must be above {above}")
     if maximum is not None and value > maximum:
-        raise SwapError(f"{key} is {value!r}, but must be at most {maximum}")
+        raise SwapError(f"{key} is {shown(value)}, but must be at most {maximum}")
     return kind(value)
 
 

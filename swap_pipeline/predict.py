@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from swap_pipeline.checkpoint import TensorFile
+from swap_pipeline.data import is_size, view_in, why_no_images
+from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import decode
 from swap_pipeline.loader import middle, rectangle
 from swap_pipeline.models import load_model
@@ -22,16 +25,33 @@ def predict(
     """For each image, all classes with their probabilities, most probable first; `own` as for `load_model`."""
     network = load_model(checkpoint, own=own)
     info = TensorFile(checkpoint).info
+    _check(info, checkpoint)
     channels, height, width = info["shape"]
-    mean, std = (torch.tensor(info[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    mean, std = (torch.tensor(info[key], dtype=torch.float32).view(-1, 1, 1) for key in ("mean", "std"))
     for path in paths:
         image = decode(path, channels)
-        if "view" in info:  # trained on crops of files of any size: seen as test images were
+        if info.get("view") is not None:  # trained on crops of files of any size: seen as test images were
             is_square = info["test_crop"] == "square"
             image = middle(image, (height, width) if is_square else rectangle(image.height, image.width, height))
         elif image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         batch = (pil_to_tensor(image).float() / 255 - mean) / std
         probabilities = network(batch[None]).softmax(dim=1)[0]
+        if not probabilities.isfinite().all():
+            raise SwapError(
+                f"{checkpoint} gives no probabilities for {path}: its weights contain NaN or Inf, train again"
+            )
         order = probabilities.argsort(descending=True).tolist()
         yield path, [(info["classes"][index], probabilities[index].item()) for index in order]
+
+
+def _check(info: Mapping[str, Any], path: Path) -> None:
+    """That a header says what images its network takes, and what its outputs mean."""
+    reason = why_no_images(info) or ("" if all(map(is_size, info["shape"])) else "shape is not one of images")
+    model = info["model"]
+    if not reason and (info["shape"][0] != model["channels"] or len(info["classes"]) != model["num_classes"]):
+        reason = "images and classes are not those of the network"
+    if not reason and view_in(info, path) is not None and info.get("test_crop") not in ("square", "rectangle"):
+        reason = "test_crop is neither square nor rectangle"
+    if reason:
+        raise SwapError(f"{path} does not say how to use its network ({reason}): take the file as it was trained")

@@ -115,10 +115,14 @@ class Display:
 
     def refresh(self) -> None:
         for watched in self._watched.values():
+            lines = self._new_lines(watched)
             if self._bars is not None and watched.task is not None:
                 self._draw(self._bars, watched.folder, watched.task)
-            else:
-                self._pass_on_lines(watched)
+                for line in lines:
+                    if line.startswith("warning: "):  # a bar shows the rest
+                        self.say(line)
+            elif lines:
+                print(*lines, sep="\n", file=self.stream, flush=True)
         if self._bars is not None:
             self._bars.refresh()
 
@@ -131,14 +135,14 @@ class Display:
         except (OSError, ValueError, KeyError):
             return  # not written yet
 
-    def _pass_on_lines(self, watched: _Watched) -> None:
+    def _new_lines(self, watched: _Watched) -> list[str]:
+        """What the ranks have said since the last time, in whole lines."""
         try:
             with (watched.folder / STDOUT_FILE).open("rb") as log:
                 log.seek(watched.position)
                 new = log.read()
         except OSError:
-            return
+            return []
         whole = new[: new.rfind(b"\n") + 1]
         watched.position += len(whole)
-        if whole:
-            print(whole.decode(errors="replace"), end="", file=self.stream, flush=True)
+        return whole.decode(errors="replace").splitlines()

@@ -26,7 +26,8 @@ class Recipe:
     @property
     def summary(self) -> str:
         first = self.content.decode(errors="replace").split("\n", 1)[0]
-        return first.lstrip("#").strip() if first.startswith("#") else ""
+        shown = "".join(letter for letter in first if letter.isprintable())
+        return shown.lstrip("#").strip() if shown.startswith("#") else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,16 @@ def list_recipes() -> list[Recipe]:
     paths = sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem)
     if not paths:
         raise SwapError(f"there is no {RECIPES}/ with recipes here: run this from the project's root folder")
-    return [Recipe(name=path.stem, path=path, content=path.read_bytes()) for path in paths]
+    return [Recipe(name=path.stem, path=path, content=_read(path)) for path in paths]
+
+
+def _read(path: Path) -> bytes:
+    if not path.resolve().is_relative_to(Path.cwd().resolve()):
+        raise SwapError(f"{path} leads out of this project, to {path.resolve()}: put a copy in its place")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SwapError(f"{path} cannot be read ({error.strerror or error}): repair or remove it") from None
 
 
 def origin_of_params(recipes: list[Recipe]) -> Origin | None:
@@ -86,6 +96,8 @@ def _read_params_file() -> bytes | None:
         return PARAMS.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise SwapError(f"{PARAMS} cannot be read ({error.strerror or error}): remove it") from None
 
 
 def _recipe_entry(content: bytes) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -16,7 +17,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,27 @@ def scratch_root() -> Path:
 
 def job_folder(instance: Instance, *, device_type: str, processes: int, threads: int) -> JobFolder:
     """Where this job works: named after everything that can change its result."""
-    facts: dict[str, Any] = {"device": device_type, "processes": processes}
-    if device_type == "cpu":
-        facts["threads"] = threads
+    facts = facts_of(device_type=device_type, processes=processes, threads=threads)
     return JobFolder(scratch_root() / instance.stage / fingerprint(instance, facts=facts))
+
+
+def facts_of(*, device_type: str, processes: int, threads: int) -> dict[str, Any]:
+    """What of the machine can change bytes: on a CPU also the threads, since they change the order of sums."""
+    facts: dict[str, Any] = {"device": device_type, "processes": processes}
+    return facts | {"threads": threads} if device_type == "cpu" else facts
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> Any:
+    """YAML takes tenths of a second, and `swap clean` asks for dozens of instances of a few files."""
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe", pure=True).load(text)
 
 
 def declared_stage(instance: Instance) -> tuple[list[str], list[str]]:
     """What `dvc.yaml` lists for the instance: deps and params."""
-    from ruamel.yaml import YAML
-
-    tree = YAML(typ="safe", pure=True).load(Path(instance.stage_file).read_text(encoding="utf-8"))
+    tree = _parsed(Path(instance.stage_file).read_text(encoding="utf-8"))
     declared = tree["stages"][instance.stage]
 
     def filled_in(text: str) -> str:
@@ -58,18 +69,25 @@ def declared_stage(instance: Instance) -> tuple[list[str], list[str]]:
 
 def fingerprint(instance: Instance, *, facts: Mapping[str, Any]) -> str:
     """A hash of everything that `dvc.yaml` lists for the instance, of its matrix item and of further `facts`."""
-    from ruamel.yaml import YAML
+    return next(iter(fingerprints(instance, [facts])))
 
+
+def fingerprints(
+    instance: Instance, choices: Iterable[Mapping[str, Any]], *, hash_path: Callable[[Path], Any] | None = None
+) -> Iterator[str]:
+    """The fingerprint under each of several sets of facts; what the instance depends on is read only once."""
+    hash_path = hash_path or hash_of
     deps, keys = declared_stage(instance)
-    params = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text(encoding="utf-8"))
+    params = _parsed(Path("params.yaml").read_text(encoding="utf-8"))
     content = {
         "stage": instance.stage,
         "item": instance.item,
-        "facts": {**facts, "torch": importlib.metadata.version("torch")},
-        "deps": {path: _hash_path(Path(path)) for path in (*deps, *unlisted_code(deps, params["model"]["name"]))},
+        "deps": {path: hash_path(Path(path)) for path in (*deps, *unlisted_code(deps, params["model"]["name"]))},
         "params": {key: _lookup(params, key) for key in keys},
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
+    for facts in choices:
+        content["facts"] = {**facts, "torch": importlib.metadata.version("torch")}
+        yield hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def unlisted_code(deps: Collection[str], network: str) -> list[str]:
@@ -88,9 +106,10 @@ def _lookup(tree: Any, dotted: str) -> Any:
     return tree
 
 
-def _hash_path(path: Path) -> Any:
+def hash_of(path: Path) -> Any:
+    """A hash of a file, or of each file in a folder by name."""
     if path.is_dir():
-        return {entry.name: _hash_path(entry) for entry in sorted(path.iterdir())}
+        return {entry.name: hash_of(entry) for entry in sorted(path.iterdir())}
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -200,12 +219,12 @@ class Lock:
     """An exclusive lock on a file, released by the kernel when the process ends, however it ends."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._handle: int | None = None
 
     def try_acquire(self) -> bool:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -214,12 +233,21 @@ class Lock:
         except OSError as error:
             os.close(handle)
             raise SwapError(
-                f"{self._path.parent} is on a file system without file locks ({error.strerror}): move the project"
+                f"{self.path.parent} is on a file system without file locks ({error.strerror}): move the project"
             ) from None
+        if not self._is_of(handle):  # the folder was removed between the two calls: `swap clean`
+            os.close(handle)
+            return False
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         self._handle = handle
         return True
+
+    def _is_of(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), self.path.stat())
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         if self._handle is not None:
@@ -230,6 +258,6 @@ class Lock:
     def holder(self) -> str:
         """The process id of the one who has it, as far as is known."""
         try:
-            return self._path.read_text(encoding="utf-8").strip() or "?"
+            return self.path.read_text(encoding="utf-8").strip() or "?"
         except OSError:
             return "?"

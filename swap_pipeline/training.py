@@ -5,6 +5,7 @@ Phase 1, every worker of phase 2 and any baseline are calls of `train`; they dif
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -21,7 +22,7 @@ from swap_pipeline.checkpoint import drop_snapshots, read_snapshot, write_snapsh
 from swap_pipeline.data import Split, View, batch_share, check_augment, derive_seed, draw_epoch, steps_per_epoch
 from swap_pipeline.distributed import Group
 from swap_pipeline.environment import eval_batch_size
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, shown
 from swap_pipeline.files import write_json
 from swap_pipeline.memory import must_fit
 from swap_pipeline.params import Augment, Compute, Optimizer, Precision, check_divisible
@@ -140,7 +141,7 @@ def train(
         parallel = torch.compile(parallel, dynamic=False)
     scaler = Scaler(compute.precision, group.device)
     sgd = _Sgd(network, optimizer, scaler)
-    curve = _resume(network, sgd, snapshots)
+    curve = _resume(run, network, sgd, snapshots)
     if curve:
         reporter.done(len(curve), f"going on after epoch {len(curve)}")
     guard = _FiniteGuard(run, group.device, tolerance=scaler.tolerance)
@@ -210,7 +211,7 @@ def train(
         curve.append(row)
         if group.is_main:
             at_epoch_end(row.epoch)
-            _keep(snapshots, network, sgd, curve)
+            _keep(run, snapshots, network, sgd, curve)
         reporter.done(row.epoch, _line(row, run))
     return Record(curve=tuple(curve), stopped_by=finished)
 
@@ -466,20 +467,55 @@ def evaluate(
     )
 
 
-def _keep(folder: Path, network: nn.Module, sgd: _Sgd, curve: list[Epoch]) -> None:
+def _state(network: nn.Module, sgd: _Sgd) -> dict[str, torch.Tensor]:
+    """All tensors of a snapshot."""
     tensors = {f"network.{key}": tensor for key, tensor in network.state_dict().items()}
-    tensors |= {f"momentum.{key}": tensor for key, tensor in sgd.momentum().items()}
+    return tensors | {f"momentum.{key}": tensor for key, tensor in sgd.momentum().items()}
+
+
+def _keep(run: Run, folder: Path, network: nn.Module, sgd: _Sgd, curve: list[Epoch]) -> None:
     info = {
+        "run": [run.name, run.seed],
         "curve": [asdict(row) for row in curve],
         "precision": sgd.scaler.precision,
         "scaler": sgd.scaler.state(),
     }
-    write_snapshot(folder, len(curve), tensors, info)
+    write_snapshot(folder, len(curve), _state(network, sgd), info)
 
 
-def _resume(network: nn.Module, sgd: _Sgd, folder: Path) -> list[Epoch]:
+def _misfit(
+    run: Run, network: nn.Module, sgd: _Sgd, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]
+) -> str:
+    """Why a snapshot cannot be this run's; empty if it can."""
+    expected = _state(network, sgd)
+    for key in sorted(expected.keys() ^ tensors.keys()):
+        return f"{'it lacks' if key in expected else 'it has'} a tensor {shown(key)}"
+    for key, tensor in tensors.items():
+        if (tensor.dtype, tensor.shape) != (expected[key].dtype, expected[key].shape):
+            return f"its tensor {shown(key)} has another type or shape"
+    if info.get("run") != [run.name, run.seed]:
+        return f"it is not of {run.name} with this seed"
+    curve, names = info.get("curve"), Epoch.__dataclass_fields__.keys()
+    if not isinstance(curve, list) or not curve or not all(isinstance(row, dict) for row in curve):
+        return "it has no curve"
+    numbers = [value for row in curve for key, value in row.items() if (key, value) != ("test_top5", None)]
+    if any(row.keys() != names for row in curve) or any(type(value) not in (int, float) for value in numbers):
+        return "its curve has another form"
+    if [row["epoch"] for row in curve] != list(range(1, len(curve) + 1)) or len(curve) > run.epochs:
+        return "its curve has other epochs"
+    scaler, own = info.get("scaler"), sgd.scaler.state()
+    if not isinstance(scaler, dict) or not isinstance(info.get("precision"), str):
+        return "it does not say in which precision it was trained"
+    if info["precision"] == sgd.scaler.precision and {key: type(value) for key, value in scaler.items()} != {
+        key: type(value) for key, value in own.items()
+    }:
+        return "its gradient scale has another form"
+    return ""
+
+
+def _resume(run: Run, network: nn.Module, sgd: _Sgd, folder: Path) -> list[Epoch]:
     """Take up the newest snapshot; returns the curve so far."""
-    found = read_snapshot(folder)
+    found = read_snapshot(folder, functools.partial(_misfit, run, network, sgd))
     if found is None:
         return []
     tensors, info = found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swap_pipeline.checkpoint import TensorFile, load_weights, write_tensors
-from swap_pipeline.data import Meta, Split, View, read_images, read_meta
+from swap_pipeline.data import Meta, Split, View, read_images, read_meta, view_in
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root
@@ -123,8 +123,7 @@ def _explained(compute: Compute) -> Iterator[None]:
 
 def view_of_checkpoint(path: Path) -> View | None:
     """How the network in this file saw its training images last."""
-    view = TensorFile(path).info.get("view")
-    return None if view is None else View(**view)
+    return view_in(TensorFile(path).info, path)
 
 
 def run_training_job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,7 +129,7 @@ def test_a_worker_with_nan_does_not_enter_the_average(finished: Project) -> None
     tensors["head.weight"][0, 0] = float("nan")
     write_tensors(path, tensors, info)
     done = finished.stage("phase3", SWAP_NPROC="2")  # the rank that finds it must be heard before the one that waits
-    assert_one_line(done, "seed_1/model.safetensors: tensor 'head.weight' contains NaN")
+    assert_one_line(done, "seed_1/model.safetensors: tensor 'head.weight' contains NaN or Inf (phase2, seed 1)")
 
 
 def test_a_diverging_phase_says_where_and_what_to_do(finished: Project) -> None:
@@ -151,3 +152,32 @@ def test_a_worker_larger_than_the_machine_is_refused(finished: Project) -> None:
 def test_a_python_without_the_packages_is_told_to_activate_the_environment(finished: Project) -> None:
     done = finished.run(sys.executable, "-S", "-m", "stages.phase1", check=False)
     assert_one_line(done, "has no package 'click'", "activate")
+
+
+@pytest.mark.parametrize(
+    ("source", "word"), [("phase2/seed_0", "seed 0, not 1"), ("phase1", "phase 'phase1', not 'phase2'")]
+)
+def test_phase_3_refuses_a_file_that_is_whole_but_not_this_workers(finished: Project, source: str, word: str) -> None:
+    target = finished.root / "checkpoints/phase2/seed_1/model.safetensors"
+    target.unlink()
+    target.write_bytes(finished.bytes_of(f"checkpoints/{source}/model.safetensors"))
+
+    assert_one_line(finished.stage("phase3"), "phase2/seed_1/model.safetensors", "not the file that belongs", word)
+
+
+def test_training_refuses_test_images_in_the_place_of_training_images(finished: Project) -> None:
+    target = finished.root / "data/prepared/train.safetensors"
+    content = finished.bytes_of("data/prepared/test.safetensors")
+    target.unlink()
+    target.write_bytes(content)
+
+    assert_one_line(finished.stage("phase1"), "data/prepared/train.safetensors does not belong to")
+
+
+def test_training_refuses_images_that_were_prepared_with_another_normalisation(finished: Project) -> None:
+    path = finished.root / "data/prepared/meta.json"
+    tree = finished.json("data/prepared/meta.json")
+    path.unlink()
+    path.write_text(json.dumps({**tree, "mean": [tree["mean"][0] + 0.01]}))
+
+    assert_one_line(finished.stage("phase1"), "data/prepared/train.safetensors does not belong to")

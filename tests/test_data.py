@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms import functional
 
-from swap_pipeline.checkpoint import write_tensors
+from swap_pipeline.checkpoint import digest_of, write_tensors
 from swap_pipeline.data import EpochChoices, Images, derive_seed, draw_epoch, make_batch, read_images, read_meta
 from swap_pipeline.files import write_json
 
@@ -259,7 +259,6 @@ def test_derived_seeds_are_spread_over_63_bits() -> None:
 
 def test_prepared_images_are_read_with_their_normalisation(tmp_path: Path) -> None:
     images = random_images(20, height=6, width=6)
-    write_tensors(tmp_path / "train.safetensors", {"images": images.pixels, "labels": images.labels}, {})
     meta = {
         "kind": "memory",
         "classes": list("abcdefghij"),
@@ -268,6 +267,8 @@ def test_prepared_images_are_read_with_their_normalisation(tmp_path: Path) -> No
         "std": [0.2, 0.1, 0.4],
     }
     write_json(tmp_path / "meta.json", meta)
+    tensors = {"images": images.pixels, "labels": images.labels}
+    write_tensors(tmp_path / "train.safetensors", tensors, {"split": "train", "meta": digest_of(meta)})
 
     found = read_images(tmp_path, "train", CPU)
 

@@ -585,7 +585,8 @@ def test_a_part_of_fashion_mini_keeps_the_order_and_the_test_images(
     places = [place[image.tobytes()] for image in part["images"]]
     assert places == sorted(places)
     np.testing.assert_array_equal(part["labels"], whole["labels"][places])
-    assert (tmp_path / "one/test.safetensors").read_bytes() == (prepared / "test.safetensors").read_bytes()
+    tests = [arrays(folder / "test.safetensors") for folder in (tmp_path / "one", prepared)]
+    assert all(np.array_equal(tests[0][key], tests[1][key]) for key in ("images", "labels"))
     assert (tmp_path / "one/train.safetensors").read_bytes() == (tmp_path / "two/train.safetensors").read_bytes()
     assert read_meta(tmp_path / "one").mean == pytest.approx([part["images"].mean() / 255], rel=1e-12)
     assert lines[0].splitlines() == [

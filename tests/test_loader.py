@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
         "paths": torch.tensor(list(b"".join(paths)), dtype=torch.uint8),
         "path_ends": torch.tensor([len(path) for path in paths]).cumsum(0),
     }
-    write_tensors(tmp_path / "train.safetensors", tensors, {"split": "train"})
+    write_tensors(tmp_path / "train.safetensors", tensors, {"split": "train", "meta": META.digest})
     return tmp_path
 
 
@@ -173,7 +173,7 @@ def test_a_random_crop_is_a_part_of_the_image_of_at_least_the_given_share(tmp_pa
         "paths": torch.tensor(list(b"one.png"), dtype=torch.uint8),
         "path_ends": torch.tensor([7]),
     }
-    write_tensors(tmp_path / "train.safetensors", tensors, {})
+    write_tensors(tmp_path / "train.safetensors", tensors, {"split": "train", "meta": META.digest})
     images = FileImages(tmp_path, "train", META, root=tmp_path, test_crop="square", device=CPU)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (META.mean, META.std))
     shares = []

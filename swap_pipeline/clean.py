@@ -1,0 +1,185 @@
+"""`swap clean`: scratch that no run of the present params needs is found, told, and removed.
+
+A run is listed if the present `params.yaml` has it: the phases with all workers, and the comparisons with all
+repeats. Its scratch is found by its fingerprint, for any number of processes and threads, since those come from the
+environment. Jobs at work hold a lock and are never touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swap_pipeline.environment import num_cores
+from swap_pipeline.errors import SwapError
+from swap_pipeline.instances import ANALYSES, BASELINES, SWA_STARTS, Instance
+from swap_pipeline.params import Params, read_params
+from swap_pipeline.scratch import RESULT, Lock, facts_of, fingerprints, hash_of, scratch_root
+
+_JOB = re.compile(r"[0-9a-f]{20}")
+# However processes and threads were chosen, with SWAP_NPROC or by a larger machine, they shared so many cores.
+_MAX_CORES = 64
+# Not of any job: what torch.compile made, and official files of data sets. Both can be had again, at a price.
+_CACHES = ("compiled", "downloads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A folder in scratch."""
+
+    path: Path
+    num_bytes: int
+    """that removing it would free: files that checkpoints or DVC's cache share are not counted"""
+    is_needed: bool
+    is_running: bool
+    why: str
+    """for people"""
+
+    def __str__(self) -> str:
+        return f"{self.path}  {in_bytes(self.num_bytes)}  {self.why}"
+
+
+def look(*, everything: bool = False) -> list[Entry]:
+    """All of scratch, and what of it is needed: without `everything`, what the present params list."""
+    root = scratch_root()
+    needed: set[str] = set()
+    unsure: dict[str, str] = {}
+    if not everything:
+        needed, unsure = _needed(read_params())
+    return [
+        *(_job_entry(path, needed, unsure) for path in job_folders(root)),
+        *(_cache_entry(root / name, is_needed=not everything) for name in _CACHES if (root / name).is_dir()),
+    ]
+
+
+def remove(entries: Sequence[Entry]) -> list[Entry]:
+    """Remove what is neither needed nor at work; returns what was removed."""
+    return [entry for entry in entries if not entry.is_needed and not entry.is_running and _remove(entry.path)]
+
+
+def job_folders(root: Path) -> list[Path]:
+    """The folders of all jobs; whatever else lies in scratch is nobody's business here."""
+    stages = [path for path in sorted(root.glob("*")) if path.is_dir() and path.name not in (*_CACHES, "devices")]
+    return [path for stage in stages for path in sorted(stage.iterdir()) if _JOB.fullmatch(path.name) and path.is_dir()]
+
+
+def listed_instances(params: Params) -> list[Instance]:
+    """All runs that the present params ask for, in the plain pipeline and in the comparisons."""
+    phases = [
+        Instance(method="phase1"),
+        *(Instance(method="phase2", seed=seed) for seed in params.workers.seeds),
+        Instance(method="phase3"),
+    ]
+    others = [Instance(method=name) for name in (*BASELINES, *SWA_STARTS) if getattr(params, name) is not None]
+    once = [Instance(method="averaged"), *(Instance(method=name) for name in ANALYSES if params.analysis is not None)]
+    again = [replace(one, repeat=repeat) for repeat in params.repeats for one in (*phases, *others)]
+    return [*phases, *others, *again, *once]
+
+
+def _needed(params: Params) -> tuple[set[str], dict[str, str]]:
+    """Fingerprints of all listed runs; and stages of which that of some run cannot be known, with the reason."""
+    most = max(_MAX_CORES, num_cores())
+    counts = range(1, most + 1)
+    facts = [facts_of(device_type="cuda", processes=processes, threads=1) for processes in counts]
+    facts += [
+        facts_of(device_type="cpu", processes=processes, threads=threads)
+        for processes in counts
+        for threads in range(1, most // processes + 1)
+    ]
+    needed: set[str] = set()
+    unsure: dict[str, str] = {}
+    hash_once = functools.cache(hash_of)
+    for instance in listed_instances(params):
+        try:
+            needed |= set(fingerprints(instance, facts, hash_path=hash_once))
+        except (SwapError, OSError, KeyError) as error:
+            unsure[instance.stage] = str(error).partition(":")[0]
+    return needed, unsure
+
+
+def _job_entry(path: Path, needed: set[str], unsure: dict[str, str]) -> Entry:
+    stage, is_running = path.parent.name, _is_running(path)
+    is_needed = path.name in needed or stage in unsure
+    state = "finished" if (path / RESULT).is_dir() else "unfinished"
+    if is_running:
+        why = "at work"
+    elif path.name in needed:
+        why = f"{state}, of the present params"
+    elif stage in unsure:
+        why = f"{state}, perhaps needed ({unsure[stage]})"
+    else:
+        why = f"{state}, of no listed run"
+    return Entry(path=path, num_bytes=freed_bytes(path), is_needed=is_needed, is_running=is_running, why=why)
+
+
+def _cache_entry(path: Path, *, is_needed: bool) -> Entry:
+    what = {"compiled": "code that was compiled", "downloads": "data sets that were downloaded"}[path.name]
+    return Entry(path=path, num_bytes=freed_bytes(path), is_needed=is_needed, is_running=False, why=what)
+
+
+def _locks(folder: Path) -> list[Lock]:
+    """Of a job's launcher and of its writing rank, also where a job has another within."""
+    return [Lock(path) for path in sorted(folder.rglob("*.lock"))]
+
+
+def _is_running(folder: Path) -> bool:
+    for lock in _locks(folder):
+        if not lock.try_acquire():
+            return True
+        lock.release()
+    return False
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a folder unless somebody has begun to work in it; a link is removed, not what it leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+        return True
+    # Held until it is gone, so that nobody starts in a folder that is about to vanish.
+    locks = [*_locks(folder), *([] if folder.name in _CACHES else [Lock(folder / "launcher.lock")])]
+    held: list[Lock] = []
+    try:
+        for lock in {str(lock.path): lock for lock in locks}.values():
+            if not lock.try_acquire():
+                return False
+            held.append(lock)
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise SwapError(f"{folder} cannot be removed: {error.strerror or error}") from None
+    finally:
+        for lock in held:
+            lock.release()
+    return True
+
+
+def freed_bytes(folder: Path) -> int:
+    """What removing a folder frees: blocks of files that have no other name."""
+    inside: dict[tuple[int, int], list[os.stat_result]] = {}
+    for status in _files(folder):
+        inside.setdefault((status.st_dev, status.st_ino), []).append(status)
+    return sum(names[0].st_blocks * 512 for names in inside.values() if len(names) == names[0].st_nlink)
+
+
+def _files(folder: Path) -> Iterator[os.stat_result]:
+    if folder.is_symlink():
+        return
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                yield (Path(parent) / name).lstat()
+            except FileNotFoundError:  # a job at work comes and goes
+                continue
+
+
+def in_bytes(number: float) -> str:
+    """`1.2 GB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}" if unit != "bytes" else f"{number:.0f} bytes"
+        number /= 1000
+    return f"{number:.3g} TB"

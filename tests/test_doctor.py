@@ -1,0 +1,212 @@
+"""`swap doctor`: what is well, what to know, what would stop `dvc repro`; whatever is broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import Project
+
+from swap_pipeline import doctor, precision
+from swap_pipeline.doctor import Finding, examine, json_of, text_of
+from swap_pipeline.errors import SwapError
+from swap_pipeline.params import read_params
+from swap_pipeline.plan_facts import devices_here
+from swap_pipeline.planning import plan_params
+
+
+@pytest.fixture
+def here(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.chdir(project.root)
+    for name in ("SWAP_NPROC", "DVC_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SWAP_DEVICE", "cpu")
+    monkeypatch.setattr(precision, "check_cpu", lambda half: None)  # some seconds, and tried in test_precision
+    return project
+
+
+def found(topic: str, status: str = "") -> list[str]:
+    return [each.text for each in examine() if each.topic == topic and status in each.status]
+
+
+def problems() -> dict[str, str]:
+    return {each.topic: each.text for each in examine() if each.status == "problem"}
+
+
+def test_in_a_new_project_nothing_is_wrong_and_everything_is_looked_at(here: Project) -> None:
+    def files() -> list[Path]:
+        return sorted(path for path in here.root.rglob("*") if not {"__pycache__", ".dvc"} & set(path.parts))
+
+    before = files()
+
+    done = here.run(sys.executable, "-m", "swap_pipeline.cli", "doctor", check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    topics = {line.split()[1] for line in lines[:-2]}
+    expected = "python versions project params devices backends threads precision data plan disk scratch DVC git"
+    assert topics == set(expected.split())
+    assert {line.split()[0] for line in lines[:-2]} <= {"ok", "note"}
+    assert "nothing keeps `dvc repro` from running" in lines[-1]
+    assert files() == before
+    assert not (here.root / ".dvc/cache").exists()
+
+
+def test_json_says_the_same(here: Project) -> None:
+    findings = [Finding(status="ok", topic="a", text="b"), Finding(status="problem", topic="c", text="d")]
+
+    tree = json.loads(json_of(findings))
+
+    assert tree == {
+        "problems": 1,
+        "findings": [{"status": "ok", "topic": "a", "text": "b"}, {"status": "problem", "topic": "c", "text": "d"}],
+    }
+    assert text_of(findings).splitlines()[-1].startswith("1 to solve before")
+
+
+def test_broken_params_are_told_and_the_rest_is_still_looked_at(here: Project) -> None:
+    here.set_params({"phase1.batch_size": "many"})
+
+    done = here.run(sys.executable, "-m", "swap_pipeline.cli", "doctor", "--json", check=False)
+
+    tree = json.loads(done.stdout)
+    broken = [each for each in tree["findings"] if each["status"] == "problem"]
+    assert done.returncode == 1 and tree["problems"] == 1
+    assert "params.yaml: phase1.batch_size is 'many'" in broken[0]["text"]
+    assert {"devices", "threads", "DVC", "git", "precision"} <= {each["topic"] for each in tree["findings"]}
+
+
+def test_outside_of_a_project_it_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: Project
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+
+    told = problems()
+
+    assert told.keys() == {"project", "params", "DVC", "git"}
+    assert "run this from the project's root folder" in told["project"]
+    assert found("devices") and found("versions")
+
+
+@pytest.mark.parametrize(
+    ("values", "topic", "words"),
+    [
+        ({"data.root": "nowhere"}, "data", "data.root is 'nowhere', which does not exist"),
+        ({"data.name": "imagefolder"}, "data", "has no folder train"),
+        ({"data.name": "fashion"}, "data", "data.name is 'fashion'"),
+        ({"phase1.batch_size": 5000}, "plan and disk", "phase1.batch_size is 5000"),
+        ({"model.name": "resnet8"}, "plan and disk", "model.name is 'resnet8'"),
+    ],
+)
+def test_what_would_stop_a_run_is_a_problem(here: Project, values: dict[str, Any], topic: str, words: str) -> None:
+    (here.root / "data/fashion-mini.safetensors").touch()
+    here.set_params({**values, "data.train_images": 240} if "phase1.batch_size" in values else values)
+
+    assert words in problems()[topic]
+
+
+def test_what_would_stop_only_a_comparison_is_a_note(here: Project) -> None:
+    here.set_params({"small_batch.batch_size": 500, "data.train_images": 240})
+
+    assert problems() == {}
+    assert "small_batch.batch_size is 500" in found("plan", "note")[0]
+
+
+def test_a_wrong_variable_is_named(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAP_NPROC", "two")
+
+    assert "SWAP_NPROC is 'two'" in problems()["threads"]
+
+
+def test_missing_data_is_told_with_what_will_happen(here: Project) -> None:
+    (here.root / "data/fashion-mini.safetensors").unlink()
+    assert "git checkout data/fashion-mini.safetensors" in problems()["data"]
+
+    here.set_params({"data.name": "cifar10"})
+    assert "cifar-10-binary.tar.gz will be downloaded" in found("data", "note")[0]
+
+    (here.root / "data/raw/cifar-10-binary.tar.gz").write_bytes(b"x")
+    assert "its official files are there" in found("data", "ok")[0]
+
+
+@pytest.mark.parametrize(("finished_before", "status"), [(False, "problem"), (True, "note")])
+def test_a_disk_that_is_too_small_is_told_with_both_figures(
+    here: Project, monkeypatch: pytest.MonkeyPatch, finished_before: bool, status: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    if finished_before:
+        (here.root / "checkpoints/phase3").mkdir(parents=True)
+        (here.root / "checkpoints/phase3/model.safetensors").touch()
+
+    (told,) = found("disk", status)
+
+    assert "1 kB are free, a whole run writes up to 32.7 MB: " in told
+
+
+def test_the_bytes_of_a_run_count_every_model_that_it_writes(here: Project) -> None:
+    """Against what a run of this size really leaves, counted by hand from the layout of the network."""
+    here.set_params({"phase2.keep_epochs": [1], "phase1.keep_epochs": [1, 2]})
+    params = read_params()
+    plan = plan_params(params, devices_here())
+    models = 1 + 3 + 1 + 2 + 3  # phase 1, workers, average; kept by phase 1, kept by workers
+    snapshots = 3 * plan.slots * plan.snapshot_bytes
+    images = 2 * 20_000 * (28 * 28 + 8)
+
+    assert doctor.bytes_to_write(plan) == 3 * models * plan.checkpoint_bytes + snapshots + images
+
+
+def test_half_precision_that_this_cpu_cannot_do_stops_only_who_asks_for_it(
+    here: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(half: str) -> None:
+        raise SwapError(f"params.yaml: compute.precision is {half}, which this CPU cannot run (signal 4): take fp32")
+
+    monkeypatch.setattr(precision, "check_cpu", cannot)
+    assert problems() == {}
+    assert found("precision", "note") == ["this CPU cannot do bf16 (signal 4): leave compute.precision at auto or fp32"]
+
+    here.set_params({"compute.precision": "bf16"})
+    assert "which this CPU cannot run" in problems()["precision"]
+
+
+def test_stale_scratch_is_told_with_its_size(here: Project) -> None:
+    folder = here.root / ".swap/phase1" / ("0" * 20)
+    folder.mkdir(parents=True)
+    (here.root / "data/prepared").mkdir()  # without it nobody can say which of phase 1's folders are needed
+    (folder / "snapshot_000001.safetensors").write_bytes(bytes(5_000_000))
+
+    (told,) = found("scratch", "note")
+
+    assert "1 are of no listed run, `swap clean` frees 5 MB" in told
+
+
+def test_the_link_type_is_the_one_that_dvc_would_use(here: Project) -> None:
+    here.dvc("config", "cache.type", "symlink")
+    assert "come out of it as symlink" in found("DVC", "ok")[0]
+
+    here.dvc("config", "cache.type", "copy")
+    assert "as copy" in found("DVC", "note")[0]
+
+
+def test_git_is_told_as_it_is(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found("git", "ok")[0].startswith("main at ")
+    (here.root / "dvc.yaml").write_text((here.root / "dvc.yaml").read_text() + "\n")
+    assert "1 files are not committed (dvc.yaml)" in found("git", "note")[0]
+
+
+def test_a_check_that_breaks_does_not_end_the_others(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Iterator[Finding]:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(doctor, "_dvc", broken)
+
+    assert found("DVC", "note") == ["could not be looked at (RuntimeError: out of order)"]
+    assert found("git")
