@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +107,31 @@ def test_landscapes_of_image_files_are_the_same_whether_their_batches_are_kept_o
     monkeypatch.setattr(sample, "_ROOM_ON_CPU", 0)
     assert errors() == kept
     assert kept[0] == kept[2]
+
+
+def test_statistics_at_a_point_are_computed_as_phase_3_says(prepared: Path) -> None:
+    network = new_network({"name": "resnet9", "width": 2, "channels": 3, "num_classes": 3}, seed=1)
+    weights = torch.cat([parameter.detach().double().reshape(-1) for parameter in network.parameters()])
+
+    def statistics(**changed: Any) -> torch.Tensor:
+        given = Phase3(batch_size=4, augment=False, variance="pooled", seed=0)
+        prober = Prober(
+            network,
+            statistics=replace(given, **changed),
+            setting=setting(prepared, "square"),
+            view=VIEW,
+            train_images="all",
+            test_images=2,
+            group=ALONE,
+            scratch=prepared / "scratch",
+        )
+        prober.errors(weights)
+        return torch.cat([buffer.double().reshape(-1) for buffer in network.buffers()])
+
+    as_given = statistics()
+    assert torch.equal(as_given, statistics())
+    for changed in ({"batch_size": 6}, {"augment": True}, {"variance": "batch_mean"}, {"seed": 1}):
+        assert not torch.allclose(as_given, statistics(**changed), rtol=1e-4), changed
 
 
 def test_a_pass_that_is_kept_is_made_once() -> None:
