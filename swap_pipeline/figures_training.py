@@ -141,6 +141,8 @@ def _say_last(axes: Axes, last: tuple[float, float]) -> None:
         ha="right",
         color=COLOURS["swap"],
         fontweight="bold",
+        zorder=5,
+        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
     )
     axes.margins(y=0.1)
 

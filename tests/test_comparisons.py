@@ -198,8 +198,10 @@ def test_one_command_runs_every_method_and_repeat_and_nothing_of_the_plain_pipel
         *both("swa_large_then_small"),
         *both("swa_small_batch"),
         "tables",
+        "comparisons_page",
     ]
     assert "tables: comparisons/tables.md" in output
+    assert "comparisons: comparisons/index.html" in output
     assert compared_project.run("git", "status", "--short").stdout == ""
 
 
@@ -313,13 +315,13 @@ def test_the_tables_hold_what_can_be_recomputed_from_the_records(compared_projec
 )  # fmt: skip
 def test_a_change_concerns_only_what_reads_it(compared: Project, change: dict[str, Any], first: list[str]) -> None:
     compared.set_params(change)
-    assert sorted(names(compared.dvc("repro", "--dry", COMPARISONS))) == sorted(first)
+    assert sorted(names(compared.dvc("repro", "--dry", COMPARISONS))) == sorted([*first, "comparisons_page"])
 
 
 def test_a_changed_baseline_trains_again_and_its_swa_after_it_and_nothing_else(compared: Project) -> None:
     compared.set_params({"small_batch.peak_lr": 0.02})
     output = compared.dvc("repro", COMPARISONS)
-    assert names(output) == [*both("small_batch"), *both("swa_small_batch"), "tables"]
+    assert names(output) == [*both("small_batch"), *both("swa_small_batch"), "tables", "comparisons_page"]
 
 
 def test_another_repeat_trains_one_repeat(compared: Project) -> None:
@@ -327,7 +329,12 @@ def test_another_repeat_trains_one_repeat(compared: Project) -> None:
     compared.set_params({"repeats": [1, 2]})
     output = compared.dvc("repro", COMPARISONS)
     assert sorted(names(output)) == sorted(
-        [*(f"{method}_again@2" for method in METHODS), *(name.format(2) for name in AGAIN), "tables"]
+        [
+            *(f"{method}_again@2" for method in METHODS),
+            *(name.format(2) for name in AGAIN),
+            "tables",
+            "comparisons_page",
+        ]
     )
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert "n = 3, repeats 0, 1 and 2" in (compared.root / "comparisons" / "tables.md").read_text()
