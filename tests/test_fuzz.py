@@ -305,6 +305,8 @@ def test_of_prepared_data_the_images_are_those_that_were_prepared_or_refused(tmp
                 read_split(found)
                 return f"meta.json is believed: {found}"
             tensors = read_split(found)
+        if not hurt_meta and [mutant.info.get(key) for key in ("split", "meta")] != ["train", digest_of(meta)]:
+            return "images of another split or data set are believed"
         if mutant.tensors["labels"].tolist() != tensors.pop("labels").tolist():
             return "other labels than those in the file"
         return None if equal(tensors, {key: mutant.tensors[key] for key in tensors}) else "other images"
@@ -393,12 +395,20 @@ def test_of_a_params_file_what_is_in_it_is_read_or_refused(tmp_path: Path) -> No
     assert tally.refused > COUNT / 4 and tally.accepted > COUNT / 50
 
 
+def with_options(options: str) -> str:
+    """A params file in which nothing else is wrong."""
+    return small_params().replace("  name: resnet9\n", f"  name: resnet9\n  options: {options}\n")
+
+
+# Twelve short lines, and 8¹² words.
+BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in itertools.pairwise("abcdefghijkl")
+)
 HOSTILE_YAML = {
-    "bomb": "a: &a [x, x, x, x, x, x, x, x]\n"
-    + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in itertools.pairwise("abcdefghijkl"))
-    + "data: *l\n",
+    "bomb": f"{BOMB}data: *l\n",
     "itself": "data: &a\n  name: *a\n",
-    "itself in options": "model: {name: x, options: &a {b: *a}}\n",
+    "itself in options": with_options("&a {b: *a}"),
+    "bomb in options": with_options("{" + BOMB.strip().replace("\n", ", ") + "}"),
     "deep": "data: " + "[" * 3000 + "]" * 3000,
     "deep sections": "".join(" " * level + "a:\n" for level in range(300)),
     "digits": "repeats: [" + "9" * 5000 + "]",
@@ -419,7 +429,7 @@ HOSTILE_YAML = {
     "control": "data: \x07",
     "long key": "x" * 5000 + ": 1",
     "key in lines": '"a\\nb": 1',
-    "large": "# " + "x" * 2_000_000,
+    "large": small_params() + "# " + "x" * 2_000_000,
     "nothing": "",
     "a word": "x",
     "not text": "\ud800",
