@@ -30,7 +30,7 @@ install: $(STAMP)
 # Those of the README, from what has run here.
 pictures:
 	@mkdir -p docs/figures
-	@cp report/figures/training.png analysis/figures/landscape_phases.png analysis/figures/workers_accuracy.png docs/figures/
+	@cp report/figures/training.png $(addprefix analysis/figures/,landscape_phases.png landscape_workers.png cosine.png workers_accuracy.png) docs/figures/
 
 ifeq ($(origin VENV),command line)
 # Somebody's own environment: looked at, never changed.

@@ -296,7 +296,7 @@ def draw_pairs(record: Mapping[str, Any]) -> Drawing:
         figure = new_figure(9, 4.2 if rows > 3 else 3.4)
         left, right = figure.subplots(1, 2)
         _draw_matrix(figure, left, distance, ["LB", *seeds], gid="distance")
-        _draw_matrix(figure, right, record["cosine"], seeds, gid="cosine")
+        _draw_matrix(figure, right, record["cosine"], seeds, gid="cosine", most=1.0)
         left.set_title("distance in weight space")
         right.set_title("cosine of their ways from LB")
         for axes in (left, right):
@@ -320,15 +320,17 @@ def draw_pairs(record: Mapping[str, Any]) -> Drawing:
     )
 
 
-def _draw_matrix(figure: Figure, axes: Axes, values: Matrix, names: Sequence[str], *, gid: str) -> None:
-    """The diagonal, which says nothing, is left grey, so that the colours tell the others apart."""
+def _draw_matrix(
+    figure: Figure, axes: Axes, values: Matrix, names: Sequence[str], *, gid: str, most: float | None = None
+) -> None:
+    """Colours go from 0, or below, to the largest value that is there, or that there can be. The diagonal says nothing."""
     import matplotlib
     import numpy as np
     from matplotlib.colors import Normalize
 
     off = [value for i, row in enumerate(values) for j, value in enumerate(row) if i != j] or [0.0]
     colours = matplotlib.colormaps["cividis"].with_extremes(bad="#e4e4e4")
-    norm = Normalize(min(off), max(off) if max(off) > min(off) else min(off) + 1)
+    norm = Normalize(min(0.0, *off), most or max(off) or 1.0)
     masked = np.ma.masked_array(values, mask=np.eye(len(values), dtype=bool))
     image = axes.imshow(masked, cmap=colours, norm=norm)
     image.set_gid(f"matrix-{gid}")
