@@ -323,7 +323,7 @@ def draw_pairs(record: Mapping[str, Any]) -> Drawing:
 def _draw_matrix(
     figure: Figure, axes: Axes, values: Matrix, names: Sequence[str], *, gid: str, most: float | None = None
 ) -> None:
-    """Colours go from 0, or below, to the largest value that is there, or that there can be. The diagonal says nothing."""
+    """Colours go from 0, or below, to the largest value that there is, or can be. The diagonal says nothing."""
     import matplotlib
     import numpy as np
     from matplotlib.colors import Normalize

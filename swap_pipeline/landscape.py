@@ -20,6 +20,7 @@ from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.checkpoint import load_weights
 from swap_pipeline.data import Split, View, read_meta
 from swap_pipeline.distributed import Group
+from swap_pipeline.durations import roughly
 from swap_pipeline.environment import eval_batch_size
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import read_json, write_json
@@ -366,17 +367,9 @@ class _Clock:
         first = self._last == self._began and done > 2 * points
         if count < self._total and (first or now - self._last >= max(10.0, (now - self._began) / 10)):
             self._last = now
-            self._reporter.done(count, f"{count}/{self._total} points, about {duration(left)} left")
+            self._reporter.done(count, f"{count}/{self._total} points, about {roughly(left)} left")
         else:
             self._reporter.step(count - 1, 0, 1)
-
-
-def duration(seconds: float) -> str:
-    """For people, and not more exact than an estimate is."""
-    if seconds < 60:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def as_json(chart: Chart, found: Mapping[str, Errors]) -> dict[str, Any]:
