@@ -36,11 +36,13 @@ def predict(
         elif image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         batch = (pil_to_tensor(image).float() / 255 - mean) / std
-        probabilities = network(batch[None]).softmax(dim=1)[0]
+        try:
+            probabilities = network(batch[None]).softmax(dim=1)[0]
+        except (RuntimeError, SwapError) as error:
+            size, why = f"{image.height}×{image.width}", " ".join(str(error).split())[:300]
+            raise SwapError(f"{checkpoint}: its network cannot take {path} at {size} pixels: {why}") from None
         if not probabilities.isfinite().all():
-            raise SwapError(
-                f"{checkpoint} gives no probabilities for {path}: its weights contain NaN or Inf, train again"
-            )
+            raise SwapError(f"{checkpoint}: it has no answer to {path}, since weights are NaN or Inf: train it again")
         order = probabilities.argsort(descending=True).tolist()
         yield path, [(info["classes"][index], probabilities[index].item()) for index in order]
 

@@ -64,7 +64,7 @@ def test_workers_keep_the_models_that_params_list(finished_project: Project) -> 
     ],
 )
 def test_with_cycles_the_models_of_past_cycles_take_part(epoch: int, expected: list[str]) -> None:
-    paths = models_after(epoch, seeds=(3, 1), epochs=12, cycles=3)
+    paths = list(models_after(epoch, seeds=(3, 1), epochs=12, cycles=3))
     assert paths == [Path(f"checkpoints/phase2/seed_{seed}/{name}.safetensors") for seed in (1, 3) for name in expected]
 
 

@@ -371,7 +371,7 @@ def test_of_a_params_file_what_is_in_it_is_read_or_refused(tmp_path: Path) -> No
     tree = yaml.load(small_params())
 
     def draw(chance: random.Random) -> Mutant:
-        if chance.random() < 0.25:
+        if chance.random() < 0.1:  # the recipes below have more
             what, content = hurt(small, other, chance)
             return Mutant(what=what, content=content)
         what, changed = edited(tree, chance)

@@ -27,7 +27,7 @@ from swap_pipeline.params import Params, Schedule, parse_params
 from swap_pipeline.schedules import PiecewiseLinear, by_epoch, learning_rate_of
 
 # Reproducible, and without limits of time: what else the machine does is not the code's fault.
-settings.register_profile("swap", derandomize=True, deadline=None, max_examples=100, database=None)
+settings.register_profile("swap", derandomize=True, deadline=None, max_examples=60, database=None)
 settings.load_profile("swap")
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
