@@ -104,8 +104,9 @@ def open_split(folder: Path, split: str, meta: Meta, dtypes: Mapping[str, torch.
     for key, dtype in dtypes.items():
         if key not in file.layout:
             raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
-        if file.layout[key].dtype != dtype or not file.layout[key].shape:
-            raise SwapError(f"{path}: tensor {key!r} has another type: delete it and run `dvc repro`")
+        shape = file.layout[key].shape
+        if file.layout[key].dtype != dtype or not shape or 0 in shape:
+            raise SwapError(f"{path}: tensor {key!r} has another type, or is empty: delete it and run `dvc repro`")
     if file.info.get("split") != split or file.info.get("meta") != meta.digest:
         raise SwapError(f"{path} does not belong to {folder / 'meta.json'}: delete {folder} and run `dvc repro`")
     return file

@@ -88,9 +88,9 @@ class _Reader(Dataset[Any]):
         self.labels = read_labels(index, meta)
         self._paths, self._ends = index.read("paths").numpy(), index.read("path_ends").numpy()
         self.heights, self.widths = index.read("heights").numpy(), index.read("widths").numpy()
-        one_each = all(len(values) == len(self.labels) for values in (self._ends, self.heights, self.widths))
+        one_each = all(values.shape == self.labels.shape for values in (self._ends, self.heights, self.widths))
         rising = one_each and self._ends[0] > 0 and bool((self._ends[1:] > self._ends[:-1]).all())
-        if not rising or self._ends[-1] != len(self._paths) or min(self.heights.min(), self.widths.min()) < 1:
+        if not rising or self._paths.shape != (self._ends[-1],) or min(self.heights.min(), self.widths.min()) < 1:
             raise SwapError(f"{index.path} does not say where each image is: delete it and run `dvc repro`")
 
     def path(self, index: int) -> Path:
