@@ -42,7 +42,7 @@ def outs(project: Project, stage: str) -> list[str]:
         (
             {"phase1.seed": 5},
             {"SWAP_NPROC": "2", "SWAP_TIMEOUT_MINUTES": "soon"},
-            ["SWAP_TIMEOUT_MINUTES is 'soon'", "whole number"],
+            ["SWAP_TIMEOUT_MINUTES is 'soon'", "number of minutes"],
         ),
         ({}, {"SWAP_DEVICE": "gpu"}, ["SWAP_DEVICE is 'gpu'", "choose cpu or cuda"]),
     ],

@@ -14,10 +14,8 @@ SHORT = (
     "SIGKILL of one rank of phase 1",
     "SIGKILL while a worker writes",
     "disk full in phase 2",
-    "file-size limit in phase 2",
     "read-only scratch",
     "a rank that hangs",
-    "loss not finite on one rank of phase 1",
     "dvc repro: SIGKILL of dvc alone",
     "dvc repro: a worker that always dies",
 )

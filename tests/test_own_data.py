@@ -102,9 +102,9 @@ def test_images_stay_in_their_files_and_all_phases_train_on_them(own_project: Pr
 def test_the_average_takes_a_model_from_every_cycle_of_every_worker(own_project: Project) -> None:
     folders = [own_project.root / f"checkpoints/phase2/seed_{seed}" for seed in (0, 1)]
     assert [sorted(path.name for path in folder.iterdir()) for folder in folders] == [
-        ["cycle_1.safetensors", "model.safetensors"]
+        ["cycle_1.safetensors", "epoch_1.safetensors", "model.safetensors"]
     ] * 2
-    models = [load_file(path) for folder in folders for path in sorted(folder.iterdir())]
+    models = [load_file(folder / f"{name}.safetensors") for folder in folders for name in ("cycle_1", "model")]
     average = load_file(own_project.root / "checkpoints/phase3/model.safetensors")
     assert len(models) == 4
     for key, tensor in average.items():
