@@ -23,6 +23,14 @@ def device_type(*, has_gpu: bool) -> str:
     return wanted
 
 
+def launcher() -> str | None:
+    """SWAP_LAUNCHER: `local`, `srun` or `sbatch`; None: not said."""
+    wanted = os.environ.get("SWAP_LAUNCHER") or None
+    if wanted not in (None, "local", "srun", "sbatch"):
+        raise SwapError(f"SWAP_LAUNCHER is {wanted!r}: choose local, srun or sbatch")
+    return wanted
+
+
 def num_cores() -> int:
     """Cores that this process may use, also inside a container with a quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
