@@ -12,6 +12,9 @@ from pathlib import Path
 
 from swap_pipeline.errors import SwapError
 
+JOB = "SWAP_JOB"
+"""the scratch folder of the job that a rank belongs to; set by the launcher, never by the user"""
+
 
 def device_type(*, has_gpu: bool) -> str:
     """SWAP_DEVICE: `cpu` or `cuda`; by default a GPU where there is one."""

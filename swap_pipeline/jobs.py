@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swap_pipeline import environment
+from swap_pipeline.environment import JOB
 from swap_pipeline.files import read_json, write_json
 from swap_pipeline.instances import Instance
 from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE, Display
-from swap_pipeline.ranks import JOB, LOST, PARENT, SAID, STOPPED, WORLD
+from swap_pipeline.ranks import LOST, PARENT, SAID, STOPPED, WORLD
 from swap_pipeline.scratch import JobFolder, Lock, scratch_root
 from swap_pipeline.stopping import STOP_FILE
 

@@ -48,7 +48,7 @@ def launcher() -> Launcher:
     kind = launcher_kind()
     if kind == "srun":
         return Srun(len(this_machine().devices))
-    return Sbatch(cluster.read()) if kind == "sbatch" else Local(this_machine())
+    return Sbatch(cluster.read()) if kind == "sbatch" else Local(local_machine())
 
 
 def this_machine() -> Machine:
@@ -58,6 +58,10 @@ def this_machine() -> Machine:
         return cluster.allocation()
     if kind == "sbatch":
         return cluster.read().machine
+    return local_machine()
+
+
+def local_machine() -> Machine:
     cores, gpus = environment.num_cores(), _gpus()
     device_type = environment.device_type(has_gpu=bool(gpus))
     devices = gpus if device_type == "cuda" else tuple(str(core) for core in range(cores))

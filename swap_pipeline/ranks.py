@@ -14,14 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.environment import device_type, timeout_minutes
+from swap_pipeline.environment import JOB, device_type, timeout_minutes
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.params import Params
 from swap_pipeline.scratch import JobFolder, job_folder
 from swap_pipeline.stopping import Stopped
 
-JOB = "SWAP_JOB"
 PARENT = "SWAP_PARENT_PID"
 WORLD = "SWAP_WORLD_SIZE"
 """how many ranks the launcher meant to start"""

@@ -36,7 +36,7 @@ from swap_pipeline.jobs import (
 )
 from swap_pipeline.progress import Display
 from swap_pipeline.ranks import Interrupted
-from swap_pipeline.scratch import Lock, scratch_root
+from swap_pipeline.scratch import JobFolder, Lock, scratch_root
 
 TICKET = "slurm_job"
 _OVER = {
@@ -177,7 +177,7 @@ class Sbatch:
 
     def _find(self, claimed: Sequence[tuple[Job, Lock]], display: Display) -> list[Submitted]:
         """Those that an earlier launcher submitted and that are not over."""
-        tickets = {job: ticket for job, _ in claimed if (ticket := _ticket_of(job))}
+        tickets = {job: ticket for job, _ in claimed if (ticket := _ticket_in(job.folder.path))}
         states = self._queue.look({ticket.name for ticket in tickets.values()})
         alive = [
             Submitted(job, lock, tickets[job], self._queue)
@@ -280,9 +280,21 @@ def _shape(job: Job) -> tuple[object, ...]:
     return job.instance.method, job.nodes, job.processes, job.threads
 
 
-def _ticket_of(job: Job) -> Ticket | None:
+def is_in_queue(folder: Path) -> bool:
+    """Whether the job of this folder may be waiting or running: also if Slurm does not say."""
+    ticket = _ticket_in(folder)
+    if ticket is None or JobFolder(folder).is_complete or shutil.which("squeue") is None:
+        return False
     try:
-        return Ticket(**read_json(job.folder.path / TICKET))
+        state = Queue().look({ticket.name}).get(ticket)
+    except SwapError:
+        return True
+    return state is not None and state.word not in _OVER
+
+
+def _ticket_in(folder: Path) -> Ticket | None:
+    try:
+        return Ticket(**read_json(folder / TICKET))
     except (SwapError, TypeError):
         return None
 

@@ -237,7 +237,7 @@ def test_a_cancelled_job_says_so_and_the_next_start_goes_on(
     second = start_stage(untrained, "stages.phase1")
     wait_until(lambda: len(job_ids(cluster, "RUNNING", "PENDING")) == 1)
     wait_until(lambda: has_come_to(untrained, "phase1", 10))
-    os.kill(second.pid, signal.SIGINT)
+    os.kill(second.pid, signal.SIGTERM)
     left = second.communicate(timeout=600)[0]
     third = finish(start_stage(untrained, "stages.phase1"))
 
