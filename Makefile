@@ -7,7 +7,7 @@ PYTHON ?= python3
 RUN = PATH="$(abspath $(VENV))/bin:$$PATH"
 STAMP = $(VENV)/.swap-installed
 
-.PHONY: run test chaos lint install pictures
+.PHONY: run test test-slurm chaos lint install pictures
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
@@ -15,6 +15,11 @@ run: $(STAMP)
 
 test: lint
 	@$(RUN) python -m pytest -n 2 --dist worksteal
+
+# On a real Slurm, which is started in a temporary folder; Debian's packages are installed first where that is allowed.
+test-slurm: $(STAMP)
+	@$(RUN) python tests/slurm_cluster.py
+	@$(RUN) python -m pytest -rs tests/slurm
 
 # Kills, full disks and damage at random moments, for most of an hour; CHAOS="--seed 7" repeats it with other moments.
 chaos: $(STAMP)

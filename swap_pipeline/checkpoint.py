@@ -229,10 +229,13 @@ def _other_architecture(path: Path, reason: str) -> SwapError:
 _SNAPSHOT = "snapshot_*.safetensors"
 
 
-def write_snapshot(folder: Path, epoch: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
-    """Keep the state after `epoch` epochs, and the one before it, in case this file is damaged."""
+def write_snapshot(
+    folder: Path, epoch: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any], *, step: int = 0
+) -> None:
+    """Keep the state after `epoch` epochs and `step` steps, and the one before it, in case this file is damaged."""
+    name = f"snapshot_{epoch:06d}_{step:09d}" if step else f"snapshot_{epoch:06d}"
     # Not forced to disk: after a power cut a torn file fails its digest and the one before it is taken.
-    write_tensors(folder / f"snapshot_{epoch:06d}.safetensors", tensors, info, durable=False)
+    write_tensors(folder / f"{name}.safetensors", tensors, info, durable=False)
     for old in sorted(folder.glob(_SNAPSHOT))[:-2]:
         old.unlink()
 

@@ -2,7 +2,7 @@
 
 A run is listed if the present `params.yaml` has it: the phases with all workers, and the comparisons with all
 repeats. Its scratch is found by its fingerprint, for any number of processes and threads, since those come from the
-environment. Jobs at work hold a lock and are never touched.
+environment. Jobs at work hold a lock, or wait in Slurm's queue, and are never touched.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from swap_pipeline.environment import num_cores
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import ANALYSES, BASELINES, SWA_STARTS, Instance
 from swap_pipeline.params import Params, read_params
+from swap_pipeline.sbatch import is_in_queue
 from swap_pipeline.scratch import RESULT, Lock, facts_of, fingerprints, hash_of, scratch_root
 
 _JOB = re.compile(r"[0-9a-f]{20}")
 # However processes and threads were chosen, with SWAP_NPROC or by a larger machine, they shared so many cores.
 _MAX_CORES = 64
+_MAX_GPUS = 1024
 # Not of any job: what torch.compile made, and official files of data sets. Both can be had again, at a price.
 _CACHES = ("compiled", "downloads")
 
@@ -85,7 +87,8 @@ def _needed(params: Params) -> tuple[set[str], dict[str, str]]:
     """Fingerprints of all listed runs; and stages of which that of some run cannot be known, with the reason."""
     most = max(_MAX_CORES, num_cores())
     counts = range(1, most + 1)
-    facts = [facts_of(device_type="cuda", processes=processes, threads=1) for processes in counts]
+    on_gpus = range(1, _MAX_GPUS + 1)
+    facts = [facts_of(device_type="cuda", processes=processes, threads=1) for processes in on_gpus]
     facts += [
         facts_of(device_type="cpu", processes=processes, threads=threads)
         for processes in counts
@@ -132,7 +135,7 @@ def _is_running(folder: Path) -> bool:
         if not lock.try_acquire():
             return True
         lock.release()
-    return False
+    return is_in_queue(folder)
 
 
 def _remove(folder: Path) -> bool:

@@ -70,13 +70,25 @@ def use(name: str | None, force: bool) -> None:
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="Plan for so many GPUs instead of what this machine has.")
 @click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    help="Those GPUs are spread over so many nodes: print the commands for each of them, for use with ssh alone.",
+)
+@click.option(
     "--images-per-second",
     type=click.FloatRange(min=0, min_open=True),
     help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the schedules into this .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON.")
-def plan(file: Path, gpus: int | None, images_per_second: float | None, plot: Path | None, as_json: bool) -> None:
+def plan(
+    file: Path,
+    gpus: int | None,
+    nodes: int | None,
+    images_per_second: float | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Show what a params file will do: steps, samples, schedules, FLOPs, bytes and expected times.
 
     Nothing is trained, and neither the data nor the GPUs have to be there. What cannot work is refused.
@@ -90,7 +102,7 @@ def plan(file: Path, gpus: int | None, images_per_second: float | None, plot: Pa
     from swap_pipeline.plan_text import json_of, text_of
     from swap_pipeline.planning import make_forecast
 
-    forecast = make_forecast(params, file=file, num_gpus=gpus, images_per_second=images_per_second)
+    forecast = make_forecast(params, file=file, num_gpus=gpus, num_nodes=nodes, images_per_second=images_per_second)
     if plot is not None:
         draw(forecast.plan, plot, title=forecast.title)
         click.echo(f"drawn: {plot}", err=True)

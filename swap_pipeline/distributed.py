@@ -52,6 +52,19 @@ class Group:
         if self.world_size > 1:
             dist.barrier()
 
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The `tensor` of every rank, one row each."""
+        rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        if self.world_size > 1:
+            dist.all_gather(rows, tensor)
+        else:
+            rows = [tensor]
+        return torch.stack(rows)
+
+    def number_of_main(self, number: int) -> int:
+        """The main rank's number, for all ranks to act on."""
+        return int(self.sum(torch.tensor(number if self.is_main else 0, device=self.device)).item())
+
     def main_says(self, verdict: bool) -> bool:
         """The main rank's answer to a question, for all ranks to act on."""
         answer = torch.tensor(float(verdict and self.is_main), device=self.device)

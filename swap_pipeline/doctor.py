@@ -142,7 +142,11 @@ def _devices() -> Iterator[Finding]:
     import torch
     from torch import distributed
 
-    machine = launch.this_machine()
+    machine, kind = launch.this_machine(), launch.launcher_kind()
+    if kind != "local":
+        what = "GPUs" if machine.device_type == "cuda" else "CPU cores"
+        yield _ok("devices", f"{machine.nodes} × {len(machine.devices)} {what} of a Slurm cluster, by {kind}")
+        return
     backends = [
         name
         for name, there in (("nccl", distributed.is_nccl_available()), ("gloo", distributed.is_gloo_available()))
@@ -170,7 +174,7 @@ def _threads(params: Params | None) -> Iterator[Finding]:
     from swap_pipeline.plan_facts import devices_here
 
     devices, machine = devices_here(), launch.this_machine()
-    each = counted(max(1, machine.cores // devices.processes), "thread")
+    each = counted(launch.threads_of_ranks(machine, devices.processes), "thread")
     phases = f"{devices.processes} process{'' if devices.processes == 1 else 'es'}"
     yield _ok("threads", f"{counted(machine.cores, 'core')}; phases 1 and 3: {phases} with {each} each")
     if params is not None:
@@ -189,7 +193,7 @@ def _precision(params: Params | None) -> Iterator[Finding]:
 
     from swap_pipeline.precision import check_cpu, resolve
 
-    kind = launch.this_machine().device_type
+    kind = launch.local_machine().device_type
     used = None if params is None else resolve(params.compute.precision, torch.device(kind))
     if params is not None:
         yield _ok("precision", f"{used} (compute.precision: {params.compute.precision})")

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from swap_pipeline.errors import SwapError
 
+JOB = "SWAP_JOB"
+"""the scratch folder of the job that a rank belongs to; set by the launcher, never by the user"""
+
 
 def device_type(*, has_gpu: bool) -> str:
     """SWAP_DEVICE: `cpu` or `cuda`; by default a GPU where there is one."""
@@ -20,6 +23,14 @@ def device_type(*, has_gpu: bool) -> str:
         raise SwapError(f"SWAP_DEVICE is {wanted!r}: choose cpu or cuda")
     if wanted == "cuda" and not has_gpu:
         raise SwapError("SWAP_DEVICE is cuda, but no GPU can be seen: check `nvidia-smi`, or set SWAP_DEVICE=cpu")
+    return wanted
+
+
+def launcher() -> str | None:
+    """SWAP_LAUNCHER: `local`, `srun` or `sbatch`; None: not said."""
+    wanted = os.environ.get("SWAP_LAUNCHER") or None
+    if wanted not in (None, "local", "srun", "sbatch"):
+        raise SwapError(f"SWAP_LAUNCHER is {wanted!r}: choose local, srun or sbatch")
     return wanted
 
 

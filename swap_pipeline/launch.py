@@ -1,54 +1,67 @@
-"""Where a job runs: processes, devices, threads, and phase 2's fan-out over device slots.
+"""Which jobs there are and where they run: processes, devices, threads, phase 2's fan-out, and the wait for them.
 
 Nothing here can change what is computed, so no stage lists this module in its `deps`. It decides by what the machine
-has and by the variables of `environment`. It does without torch, which takes seconds to import: the processes that it
-starts have it.
+or the cluster has and by the variables of `environment`. It does without torch, which takes seconds to import: the
+processes that it starts have it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
-import re
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline import environment
+from swap_pipeline import cluster, environment
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
+from swap_pipeline.jobs import Job, Launcher, Machine, Work
+from swap_pipeline.local import Local
 from swap_pipeline.params import IntByEpoch, check_divisible
-from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE, Display
-from swap_pipeline.ranks import JOB, LOST, PARENT, SAID, Interrupted
-from swap_pipeline.scratch import JobFolder, Lock, declared_stage, job_folder, scratch_root, unlisted_code
-
-STDERR_FILE = "stderr.log"
-_FULL = 1 << 16  # bytes; with less room than this, not even an error finds any
-_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
-    "MALLOC_TOP_PAD_": str(1 << 28),
-}
+from swap_pipeline.progress import Display
+from swap_pipeline.ranks import Interrupted
+from swap_pipeline.sbatch import Sbatch
+from swap_pipeline.scratch import JobFolder, declared_stage, job_folder, unlisted_code
+from swap_pipeline.srun import Srun
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What there is to compute on."""
+def launcher_kind() -> str:
+    """`local`, `srun` or `sbatch`: SWAP_LAUNCHER, or what is at hand.
 
-    device_type: str
-    devices: tuple[str, ...]
-    """what a worker of phase 2 can have for itself: a GPU, as CUDA_VISIBLE_DEVICES names it, or a core"""
-    cores: int
+    Inside a Slurm allocation of several nodes, its nodes; outside of one, the cluster if a `cluster.yaml` describes it;
+    else this machine.
+    """
+    if (wanted := environment.launcher()) is not None:
+        return wanted
+    if "SLURM_JOB_ID" in os.environ:
+        return "srun" if cluster.num_allocated_nodes() > 1 else "local"
+    return "sbatch" if cluster.file().exists() else "local"
+
+
+def launcher() -> Launcher:
+    kind = launcher_kind()
+    if kind == "srun":
+        return Srun(len(this_machine().devices))
+    return Sbatch(cluster.read()) if kind == "sbatch" else Local(local_machine())
 
 
 def this_machine() -> Machine:
+    """What jobs can have: this machine, the nodes of the allocation, or those that cluster.yaml speaks of."""
+    kind = launcher_kind()
+    if kind == "srun":
+        return cluster.allocation()
+    if kind == "sbatch":
+        return cluster.read().machine
+    return local_machine()
+
+
+def local_machine() -> Machine:
     cores, gpus = environment.num_cores(), _gpus()
     device_type = environment.device_type(has_gpu=bool(gpus))
     devices = gpus if device_type == "cuda" else tuple(str(core) for core in range(cores))
@@ -68,24 +81,11 @@ def _gpus() -> tuple[str, ...]:
     return tuple(named[: count.value]) if named else tuple(str(i) for i in range(count.value))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One program to run: some processes on some devices, with a scratch folder."""
-
-    instance: Instance
-    processes: int
-    threads: int
-    num_devices: int
-    folder: JobFolder
-
-    @property
-    def name(self) -> str:
-        return self.instance.name
-
-
-def _job(instance: Instance, machine: Machine, *, processes: int, threads: int, num_devices: int) -> Job:
+def _job(instance: Instance, machine: Machine, *, nodes: int, processes: int, threads: int, num_devices: int) -> Job:
     return Job(
         instance=instance,
+        device_type=machine.device_type,
+        nodes=nodes,
         processes=processes,
         threads=threads,
         num_devices=num_devices,
@@ -93,24 +93,40 @@ def _job(instance: Instance, machine: Machine, *, processes: int, threads: int, 
     )
 
 
-def job_on_all_devices(instance: Instance, *, section: str = "", batch_size: IntByEpoch | None = None) -> Job:
-    """Phases 1 and 3: one job that has the machine to itself."""
-    machine = this_machine()
+def num_ranks(machine: Machine) -> int:
+    """Processes of a job that has all devices: SWAP_NPROC, or one for each GPU."""
     # On CPU two ranks are as fast as one with two threads and show that the ranks work; more would leave batch norm
     # too few samples each. Their threads use the other cores.
-    default = len(machine.devices) if machine.device_type == "cuda" else min(2, machine.cores)
-    processes = environment.num_processes(default)
-    if machine.device_type == "cuda" and processes > len(machine.devices):
-        raise SwapError(f"SWAP_NPROC is {processes}, but there are {len(machine.devices)} GPUs: lower it")
+    on_cpu = machine.nodes if machine.nodes > 1 else min(2, machine.cores)
+    processes = environment.num_processes(machine.num_devices if machine.device_type == "cuda" else on_cpu)
+    if machine.device_type == "cuda" and processes > machine.num_devices:
+        raise SwapError(f"SWAP_NPROC is {processes}, but there are {machine.num_devices} GPUs: lower it")
+    if processes % machine.nodes:
+        raise SwapError(
+            f"SWAP_NPROC is {processes}, which {machine.nodes} nodes cannot share: set it to a multiple of that"
+        )
+    return processes
+
+
+def threads_of_ranks(machine: Machine, processes: int) -> int:
+    """Of each process of a job that has all devices."""
+    return max(1, machine.cores // (processes // machine.nodes))
+
+
+def job_on_all_devices(instance: Instance, *, section: str = "", batch_size: IntByEpoch | None = None) -> Job:
+    """Phases 1 and 3: one job that has the machine, or all nodes, to itself."""
+    machine = this_machine()
+    processes = num_ranks(machine)
     if batch_size is not None:
         key = f"{section or instance.method}.batch_size"
         check_divisible(key, batch_size, processes, remedy="set SWAP_NPROC to")
     return _job(
         instance,
         machine,
+        nodes=machine.nodes,
         processes=processes,
-        threads=max(1, machine.cores // processes),
-        num_devices=processes if machine.device_type == "cuda" else len(machine.devices),
+        threads=threads_of_ranks(machine, processes),
+        num_devices=processes if machine.device_type == "cuda" else machine.num_devices,
     )
 
 
@@ -118,29 +134,36 @@ def worker_job(instance: Instance, *, processes: int, batch_size: IntByEpoch) ->
     """Phase 2: a worker with devices of its own."""
     machine = this_machine()
     check_divisible("phase2.batch_size", batch_size, processes, remedy="set phase2.gpus_per_worker to")
-    if processes > len(machine.devices):
+    if processes > machine.num_devices:
         what = "GPUs" if machine.device_type == "cuda" else "CPU cores, which stand in for GPUs"
-        raise SwapError(
-            f"params.yaml: phase2.gpus_per_worker is {processes}, but this machine has {len(machine.devices)} {what}"
-        )
-    return _job_on_some_devices(instance, machine, processes)
+        who = "this machine has" if machine.nodes == 1 else f"{machine.nodes} nodes have"
+        raise SwapError(f"params.yaml: phase2.gpus_per_worker is {processes}, but {who} {machine.num_devices} {what}")
+    return _job_on_some_devices(instance, machine, processes, key="phase2.gpus_per_worker")
 
 
 def baseline_job(instance: Instance, *, gpus: int, batch_size: IntByEpoch, section: str = "") -> Job:
     """A comparison: `gpus` devices, or all if there are fewer. On a CPU that is one core, or all as in phase 1."""
     machine = this_machine()
-    if gpus > 1 and (gpus >= len(machine.devices) or machine.device_type == "cpu"):
+    if gpus > 1 and (gpus >= machine.num_devices or machine.device_type == "cpu"):
         return job_on_all_devices(instance, section=section, batch_size=batch_size)
     section = section or instance.method
     check_divisible(f"{section}.batch_size", batch_size, gpus, remedy=f"set {section}.gpus to")
-    return _job_on_some_devices(instance, machine, gpus)
+    return _job_on_some_devices(instance, machine, gpus, key=f"{section}.gpus")
 
 
-def _job_on_some_devices(instance: Instance, machine: Machine, processes: int) -> Job:
+def _job_on_some_devices(instance: Instance, machine: Machine, processes: int, *, key: str) -> Job:
     """On a CPU a device is a core, and a process has one thread, always: the number of threads changes the bytes and
     must not depend on how many jobs there are."""
-    threads = 1 if machine.device_type == "cpu" else max(1, machine.cores // len(machine.devices))
-    return _job(instance, machine, processes=processes, threads=threads, num_devices=processes)
+    per_node = len(machine.devices)
+    nodes = math.ceil(processes / per_node)
+    if processes % nodes:
+        whole = processes // per_node * per_node
+        raise SwapError(
+            f"params.yaml: {key} is {processes}, which {nodes} nodes with {per_node} each cannot share evenly: "
+            f"set it to {whole} or {whole + per_node}"
+        )
+    threads = 1 if machine.device_type == "cpu" else max(1, machine.cores // per_node)
+    return _job(instance, machine, nodes=nodes, processes=processes, threads=threads, num_devices=processes)
 
 
 def pending(instances: Sequence[Instance], *, asked: Instance) -> list[Instance]:
@@ -216,7 +239,7 @@ def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[I
     if own.folder.is_complete:
         _say_taken(own)
     else:
-        alone = own.num_devices == len(this_machine().devices)
+        alone = launcher().shares_devices and own.num_devices == this_machine().num_devices
         beside = [] if alone else pending(others, asked=asked)
         failures = run_jobs([own, *(job(other) for other in beside)])
         for name in sorted(failures.keys() - {own.name}):
@@ -251,22 +274,21 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
 
     A job that another launcher is running already (a second experiment, or one whose `dvc` was killed) is waited for.
     """
-    machine = this_machine()
+    place = launcher()
     at_once = environment.max_workers_at_once(default=len(jobs))
     display = Display()
     waiting = list(jobs)
-    running: list[_Running] = []
+    running: list[Work] = []
     failures: dict[str, str] = {}
     retries = {job.name: environment.num_retries() for job in jobs}
     with _signals_as_exceptions(), display.shown():
         try:
             while waiting or running:
                 waiting = [job for job in waiting if not job.folder.is_complete]
-                for job in list(waiting):
-                    if len(running) < at_once and (started := _try_start(job, machine, display)):
-                        waiting.remove(job)
-                        running.append(started)
-                        display.watch(job.name, job.folder.path)
+                for work in place.start(waiting, room=at_once - len(running), display=display):
+                    waiting.remove(work.job)
+                    running.append(work)
+                    display.watch(work.job.name, work.job.folder.path)
                 if waiting and not running:
                     display.say_once(f"{waiting[0].name}: waiting, its devices are in use by another process")
                 for work in [work for work in running if work.is_over()]:
@@ -281,11 +303,12 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                         failures[work.job.name] = failure.text
                         if len(jobs) > 1:
                             display.say(f"{work.job.name}: {failure.text.splitlines()[0]}")
+                place.watch(display)
                 display.refresh()
                 if waiting or running:
                     time.sleep(0.1)
-        except Interrupted:
-            display.say("interrupted: `dvc repro` goes on from the last finished epoch")
+        except Interrupted as interrupted:
+            display.say(place.interrupted(interrupted.number, display))
             raise
         finally:
             for work in running:
@@ -293,138 +316,6 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
             for work in running:
                 work.end()
     return failures
-
-
-def _try_start(job: Job, machine: Machine, display: Display) -> _Running | None:
-    """The job at work, or None if it has to wait for its devices or for another launcher that is at it."""
-    locks: list[Lock] = []
-    devices: list[str] = []
-    for device in machine.devices:
-        lock = Lock(scratch_root() / "devices" / f"{machine.device_type}_{device}.lock")
-        if len(devices) < job.num_devices and lock.try_acquire():
-            locks.append(lock)
-            devices.append(device)
-    claim = Lock(job.folder.path / "launcher.lock")
-    if len(devices) == job.num_devices:
-        if claim.try_acquire():
-            if not job.folder.is_complete:
-                return _Running(job, machine, [claim, *locks], devices)
-            claim.release()
-        else:
-            display.say_once(f"{job.name}: process {claim.holder()} is at this already, waiting for it")
-    for lock in locks:
-        lock.release()
-    return None
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a job is not complete."""
-
-    text: str
-    """for people; the first line says it all"""
-    may_pass: bool
-    """whether it may go better another time: nothing that the user has to mend was found"""
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"failed with exit code {code}"
-    hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
-    return f"was ended by signal {-code}{hint}"
-
-
-class _Running:
-    """A job whose processes are at work."""
-
-    def __init__(self, job: Job, machine: Machine, locks: list[Lock], devices: list[str]) -> None:
-        self.job = job
-        self._locks = locks
-        folder = job.folder.path
-        for old in (*folder.glob(f"{SAID}_*.txt"), *folder.glob(f"{LOST}_*.txt"), folder / PROGRESS_FILE):
-            old.unlink(missing_ok=True)
-        variables = {
-            **_MALLOC,  # freed activations are kept for the next step: on CPU 15 to 30 % faster
-            **os.environ,
-            "OMP_NUM_THREADS": str(job.threads),
-            "MKL_NUM_THREADS": str(job.threads),
-            "SWAP_DEVICE": machine.device_type,
-            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-            "TORCHINDUCTOR_CACHE_DIR": str(scratch_root().resolve() / "compiled"),
-            "TRITON_CACHE_DIR": str(scratch_root().resolve() / "compiled" / "triton"),
-            "PYTHONUNBUFFERED": "1",
-            PARENT: str(os.getpid()),
-            JOB: str(folder.resolve()),
-        }
-        if machine.device_type == "cuda":
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        if job.processes == 1:
-            # torchrun would add a second process with torch in it, to watch over this one.
-            command = [sys.executable, "-m", *job.instance.command]
-            variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        else:
-            command = [sys.executable, "-m", "swap_pipeline.torchrun", "--standalone"]
-            command += ["--nproc-per-node", str(job.processes), "-m", *job.instance.command]
-        with (folder / STDOUT_FILE).open("wb") as out, (folder / STDERR_FILE).open("wb") as err:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=variables,
-                start_new_session=True,  # signals reach it through the launcher, once
-            )
-
-    def is_over(self) -> bool:
-        return self._process.poll() is not None
-
-    def failure(self) -> _Failure | None:
-        """What went wrong, if anything did."""
-        if self._process.returncode == 0 and self.job.folder.is_complete:
-            return None
-        folder = self.job.folder.path
-        said = sorted(folder.glob(f"{SAID}_*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-        if said:
-            text = said[0].read_text(encoding="utf-8").strip()
-            return _Failure(text, may_pass=text.startswith("unexpected"))
-        if shutil.disk_usage(folder).free < _FULL:
-            return _Failure(
-                f"{folder}: no space is left on the disk: make room and run `dvc repro` again", may_pass=False
-            )
-        log = folder / STDERR_FILE
-        tail = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-20:]
-        return _Failure("\n".join([f"{self.job.name} {self._how_it_ended()}; the end of {log}:", *tail]), may_pass=True)
-
-    def _how_it_ended(self) -> str:
-        """Where no rank had anything to say of itself."""
-        folder, code = self.job.folder.path, self._process.returncode
-        lost = {int(path.stem.split("_")[1]): path.read_text() for path in folder.glob(f"{LOST}_*.txt")}
-        silent = sorted(set(range(self.job.processes)) - set(lost))
-        if silent and any(text.startswith("waited") for text in lost.values()):
-            who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-            return (
-                f"was ended: {who} did not answer for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES)"
-            )
-        log = (folder / STDERR_FILE).read_text(encoding="utf-8", errors="replace")
-        if first := re.search(r"Root Cause.*?\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", log, re.DOTALL):
-            return f"failed: its rank {first[1]} {_ended(int(first[2]))}"
-        return _ended(code)
-
-    def ask_to_end(self) -> None:
-        if not self.is_over():
-            self._process.terminate()
-
-    def end(self) -> None:
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self.release()
-
-    def release(self) -> None:
-        for lock in self._locks:
-            lock.release()
 
 
 @contextlib.contextmanager

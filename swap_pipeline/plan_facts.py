@@ -93,15 +93,14 @@ def devices_here() -> Devices:
     """What `dvc repro` would use on this machine, as `launch` decides it."""
     machine = launch.this_machine()
     on_gpus = machine.device_type == "cuda"
-    processes = environment.num_processes(len(machine.devices) if on_gpus else min(2, machine.cores))
-    if on_gpus and processes > len(machine.devices):
-        raise SwapError(f"SWAP_NPROC is {processes}, but there are {len(machine.devices)} GPUs: lower it")
+    processes = launch.num_ranks(machine)
+    threads = launch.threads_of_ranks(machine, processes)
     return Devices(
         kind="GPU" if on_gpus else "CPU core",
-        count=len(machine.devices),
+        count=machine.num_devices,
         processes=processes,
-        in_use=processes if on_gpus else min(machine.cores, processes * max(1, machine.cores // processes)),
-        max_workers=environment.max_workers_at_once(default=len(machine.devices)),
+        in_use=processes if on_gpus else min(machine.num_devices, processes * threads),
+        max_workers=environment.max_workers_at_once(default=machine.num_devices),
         given=False,
     )
 

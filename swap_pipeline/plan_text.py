@@ -10,6 +10,7 @@ from typing import Any
 
 from swap_pipeline.durations import duration
 from swap_pipeline.plan import Plan, RunPlan, Size, counted
+from swap_pipeline.plan_commands import text_of_commands
 from swap_pipeline.plan_times import Expected, Forecast, Throughput, Times
 
 _WIDTH = 80
@@ -33,6 +34,7 @@ def json_of(forecast: Forecast) -> str:
         "flops": plan.flops,
         "throughput": _plain(forecast.throughput),
         "times": times,
+        **({"commands": [_plain(part) for part in forecast.commands]} if forecast.commands else {}),
     }
     return json.dumps(tree, indent=2, ensure_ascii=False)
 
@@ -64,6 +66,7 @@ def text_of(forecast: Forecast) -> str:
             *_aligned(_time(plan, forecast.times), left=1),
             *([""] if plan.notes else []),
             *(line for note in plan.notes for line in _paragraph(f"- {note}", hang=2)),
+            *(["", text_of_commands(forecast.commands)] if forecast.commands else []),
         ]
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swap_pipeline.plan import Plan, RunPlan, Size
+from swap_pipeline.plan_commands import Commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Forecast:
     plan: Plan
     throughput: Throughput
     times: Times
+    commands: tuple[Commands, ...] = ()
+    """to run it over several nodes by hand, if that was asked for"""
 
 
 def expected_times(plan: Plan, throughput: Throughput) -> Times:

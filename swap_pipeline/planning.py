@@ -8,22 +8,37 @@ from pathlib import Path
 from swap_pipeline.errors import SwapError
 from swap_pipeline.params import Params
 from swap_pipeline.plan import Devices, Plan, image_sizes, make_plan
+from swap_pipeline.plan_commands import commands_by_hand
 from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
 from swap_pipeline.plan_times import Forecast, Throughput, expected_times
 from swap_pipeline.throughput import measure_throughput
 
 
-def make_forecast(params: Params, *, file: Path, num_gpus: int | None, images_per_second: float | None) -> Forecast:
-    """Plan for `num_gpus`, or for this machine; all that can be refused is, before anything is measured."""
+def make_forecast(
+    params: Params, *, file: Path, num_gpus: int | None, images_per_second: float | None, num_nodes: int | None = None
+) -> Forecast:
+    """Plan for `num_gpus`, or for this machine; all that can be refused is, before anything is measured.
+
+    With `num_nodes`, also the commands that train over so many nodes by hand.
+    """
+    if num_nodes is not None and num_gpus is None:
+        raise SwapError("--nodes needs --gpus: how many there are on all nodes together")
     devices = devices_here() if num_gpus is None else planned_devices(num_gpus)
     try:
         plan = plan_params(params, devices)
+        commands = () if not (num_gpus and num_nodes) else commands_by_hand(params, gpus=num_gpus, nodes=num_nodes)
         throughput = _throughput(params, plan, images_per_second)
     except SwapError as error:
         # Where the rest of the project says params.yaml, it may be another file here.
         raise SwapError(f"{file}: {str(error).removeprefix('params.yaml: ')}") from None
     recipe = "" if params.recipe == file.stem else f" (recipe {params.recipe})"
-    return Forecast(title=f"{file}{recipe}", plan=plan, throughput=throughput, times=expected_times(plan, throughput))
+    return Forecast(
+        title=f"{file}{recipe}",
+        plan=plan,
+        throughput=throughput,
+        times=expected_times(plan, throughput),
+        commands=commands,
+    )
 
 
 def plan_params(params: Params, devices: Devices) -> Plan:

@@ -113,6 +113,24 @@ class Display:
             watched.task = self._bars.add_task(name, total=1.0, line="starting")
         self._watched[name] = watched
 
+    def mark(self, name: str, text: str) -> None:
+        """What a job that has not begun is waiting for; shown beside its bar."""
+        watched = self._watched.get(name)
+        if self._bars is None or watched is None or watched.task is None or (watched.folder / PROGRESS_FILE).exists():
+            return
+        self._bars.update(watched.task, line=text)
+
+    def agrees(self, question: str) -> bool:
+        """Whether somebody at the terminal says yes; no terminal, no yes."""
+        if not (sys.stdin.isatty() and self.stream.isatty()):
+            return False
+        if self._bars is not None:
+            self._bars.stop()
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
+
     def refresh(self) -> None:
         for watched in self._watched.values():
             lines = self._new_lines(watched)

@@ -14,16 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.environment import device_type, timeout_minutes
+from swap_pipeline.environment import JOB, device_type, timeout_minutes
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.params import Params
 from swap_pipeline.scratch import JobFolder, job_folder
+from swap_pipeline.stopping import Stopped
 
-JOB = "SWAP_JOB"
 PARENT = "SWAP_PARENT_PID"
-SAID, LOST = "error", "lost"
-"""What a rank leaves for the launcher in a file of that name: an error of its own, or that others are gone."""
+WORLD = "SWAP_WORLD_SIZE"
+"""how many ranks the launcher meant to start"""
+SAID, LOST, STOPPED = "error", "lost", "stopped"
+"""What a rank leaves for the launcher in a file of that name: an error of its own, that others are gone, or that it was
+asked to end and has left a snapshot."""
 _STARTED_BY = os.getppid()
 
 
@@ -61,6 +64,9 @@ def job_of_rank(instance: Instance) -> JobFolder:
     A worker may have waited for its device. If params or dependencies have changed since its folder was named after
     them, it must not train under the old name.
     """
+    meant, found = os.environ.get(WORLD), os.environ["WORLD_SIZE"]
+    if JOB in os.environ and meant != found:
+        raise SwapError(f"{instance.name}: {meant} ranks were meant to start, but they are {found}: they did not meet")
     import torch
 
     folder = job_folder(
@@ -91,9 +97,9 @@ def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel to end this process with the one that started it: `parent`, or the launcher.
 
     torchrun puts its ranks into sessions of their own, so they outlive a kill of its process group and would go on
-    training beside their successors.
+    training beside their successors. What `srun` starts on other nodes, where the launcher is not, Slurm ends.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or (parent is None and os.environ.get(PARENT) == "0"):
         return
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
@@ -117,6 +123,8 @@ def run_stage(main: Callable[[], Any]) -> None:
         sys.exit(1)
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
+    except Stopped:
+        _leave_for_launcher("asked to end, state kept", kind=STOPPED)  # exit code 0: torchrun takes others for failures
     except Exception as error:
         if message := _of_the_disk(error):
             _leave_for_launcher(message)

@@ -85,8 +85,9 @@ def fingerprints(
         "deps": {path: hash_path(Path(path)) for path in (*deps, *unlisted_code(deps, params["model"]["name"]))},
         "params": {key: _lookup(params, key) for key in keys},
     }
+    torch = importlib.metadata.version("torch")
     for facts in choices:
-        content["facts"] = {**facts, "torch": importlib.metadata.version("torch")}
+        content["facts"] = {**facts, "torch": torch}
         yield hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
 
 

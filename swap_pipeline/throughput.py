@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from swap_pipeline.distributed import Group
-from swap_pipeline.launch import this_machine
+from swap_pipeline.launch import local_machine
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Compute, Model, Optimizer
 from swap_pipeline.plan import Size
@@ -41,7 +41,7 @@ def measure_throughput(
     Reading and augmenting images is not in it, nor are torch.compile, which would take minutes here, and the exchange
     of gradients between devices.
     """
-    device = torch.device(this_machine().device_type)
+    device = torch.device(local_machine().device_type)
     precision = resolve(compute.precision, device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the launcher sets: repeatable sums need it
     network = new_network(describe_network(model, channels=channels, num_classes=num_classes), seed=0)

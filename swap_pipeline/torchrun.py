@@ -1,21 +1,34 @@
 """python -m swap_pipeline.torchrun --standalone --nproc-per-node 2 -m stages.phase1
 
-torchrun, in a process that does not outlive the launcher.
+torchrun, in a process that does not outlive the launcher. As one of several tasks of a Slurm step it finds the host
+where all meet by itself: the step's first.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 from swap_pipeline.ranks import PARENT, die_with_parent
+
+PORT = "SWAP_RENDEZVOUS_PORT"
 
 
 def main() -> None:
     die_with_parent()
     os.environ[PARENT] = str(os.getpid())  # the one that the ranks are to die with
+    if PORT in os.environ:
+        sys.argv[1:1] = ["--rdzv-endpoint", f"{_first_host_of_step()}:{os.environ[PORT]}"]
     from torch.distributed.run import main as torchrun
 
     torchrun()
+
+
+def _first_host_of_step() -> str:
+    nodes = os.environ["SLURM_STEP_NODELIST"]
+    done = subprocess.run(["scontrol", "show", "hostnames", nodes], stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.split()[0]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from swap_pipeline.params import Augment, Compute, Optimizer, Precision, check_d
 from swap_pipeline.precision import Scaler, autocast, check_cpu, resolve
 from swap_pipeline.progress import Reporter
 from swap_pipeline.scratch import JobFolder
+from swap_pipeline.stopping import Stopped, StopRequest
 
 CLASSES_FOR_TOP5 = 100
 """With fewer classes, five guesses say little."""
@@ -141,10 +142,12 @@ def train(
         parallel = torch.compile(parallel, dynamic=False)
     scaler = Scaler(compute.precision, group.device)
     sgd = _Sgd(network, optimizer, scaler)
-    curve = _resume(run, network, sgd, snapshots)
-    if curve:
-        reporter.done(len(curve), f"going on after epoch {len(curve)}")
+    curve, begun = _resume(run, network, sgd, snapshots, group, num_images=len(train_images))
+    if curve or begun.step:
+        after = f"epoch {len(curve)}" + (f" and {begun.step} steps" if begun.step else "")
+        reporter.done(len(curve), f"going on after {after}")
     guard = _FiniteGuard(run, group.device, tolerance=scaler.tolerance)
+    stop = StopRequest(snapshots, of_main=group.number_of_main)
 
     while not (finished := reason_to_stop(run, curve)):
         epoch = len(curve)
@@ -166,17 +169,17 @@ def train(
             choices,
             [
                 batch_share(step, batch_size=batch_size, rank=group.rank, world_size=group.world_size)
-                for step in range(steps)
+                for step in range(begun.step, steps)
             ],
             view=view,
             padding=augment.padding,
             cutout=augment.cutout,
             channels_last=compute.channels_last,
         )
-        sums = torch.zeros(2, dtype=torch.float64, device=group.device)  # loss, hits
+        sums = begun.sums
         rate = 0.0
         network.train()
-        for step, (images, labels) in enumerate(batches):
+        for step, (images, labels) in enumerate(batches, start=begun.step):
             rate = run.learning_rate(epoch + step / steps)
             # For dropout and the like: a function of the step, never of how often the process was started.
             torch.manual_seed(derive_seed("step", run.seed, epoch, step, group.rank))
@@ -190,10 +193,17 @@ def train(
                 sums[0] += loss.detach() * len(labels)
                 sums[1] += (logits.argmax(dim=1) == labels).sum()
             reporter.step(epoch, step, steps)
+            if step + 1 < steps and stop.is_due():
+                guard.check()
+                group.finish_queued_work()
+                seconds = begun.seconds + time.perf_counter() - began
+                _keep(run, snapshots, network, sgd, curve, group, _Begun(step=step + 1, sums=sums, seconds=seconds))
+                raise Stopped
         guard.check()
         loss_sum, hits = group.sum(sums).tolist()
         guard.check_loss(epoch, loss_sum)
-        seconds = time.perf_counter() - began
+        seconds = begun.seconds + time.perf_counter() - began
+        begun = _Begun.new(group)
 
         average_buffers(network, group)
         test = evaluate(network, test_images, group=group, precision=compute.precision, view=view)
@@ -211,8 +221,10 @@ def train(
         curve.append(row)
         if group.is_main:
             at_epoch_end(row.epoch)
-            _keep(run, snapshots, network, sgd, curve)
+        _keep(run, snapshots, network, sgd, curve, group)
         reporter.done(row.epoch, _line(row, run))
+        if stop.is_due():
+            raise Stopped
     return Record(curve=tuple(curve), stopped_by=finished)
 
 
@@ -467,71 +479,131 @@ def evaluate(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """How far an epoch has come, on this rank."""
+
+    step: int
+    sums: torch.Tensor
+    """loss and hits so far"""
+    seconds: float
+
+    @classmethod
+    def new(cls, group: Group) -> _Begun:
+        return cls(step=0, sums=torch.zeros(2, dtype=torch.float64, device=group.device), seconds=0.0)
+
+
 def _state(network: nn.Module, sgd: _Sgd) -> dict[str, torch.Tensor]:
-    """All tensors of a snapshot."""
+    """All tensors of a snapshot at the end of an epoch."""
     tensors = {f"network.{key}": tensor for key, tensor in network.state_dict().items()}
     return tensors | {f"momentum.{key}": tensor for key, tensor in sgd.momentum().items()}
 
 
-def _keep(run: Run, folder: Path, network: nn.Module, sgd: _Sgd, curve: list[Epoch]) -> None:
+def _state_of_ranks(network: nn.Module, sums: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What each rank has of its own in the middle of an epoch: running statistics, and sums of loss and hits."""
+    return {"sums.epoch": sums, **{f"ranks.{key}": tensor for key, tensor in network.named_buffers()}}
+
+
+def _keep(
+    run: Run,
+    folder: Path,
+    network: nn.Module,
+    sgd: _Sgd,
+    curve: list[Epoch],
+    group: Group,
+    begun: _Begun | None = None,
+) -> None:
+    """Leave a snapshot, at the end of an epoch or, where some of the next has `begun`, in the middle of that."""
+    tensors = _state(network, sgd)
     info = {
         "run": [run.name, run.seed],
         "curve": [asdict(row) for row in curve],
         "precision": sgd.scaler.precision,
         "scaler": sgd.scaler.state(),
     }
-    write_snapshot(folder, len(curve), _state(network, sgd), info)
+    if begun is not None:
+        tensors |= {key: group.gather(tensor) for key, tensor in _state_of_ranks(network, begun.sums).items()}
+        info["begun"] = {"step": begun.step, "seconds": begun.seconds}
+    if group.is_main:
+        write_snapshot(folder, len(curve), tensors, info, step=begun.step if begun else 0)
 
 
 def _misfit(
-    run: Run, network: nn.Module, sgd: _Sgd, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]
+    run: Run,
+    network: nn.Module,
+    sgd: _Sgd,
+    group: Group,
+    num_images: int,
+    tensors: Mapping[str, torch.Tensor],
+    info: Mapping[str, Any],
 ) -> str:
     """Why a snapshot cannot be this run's; empty if it can."""
-    expected = _state(network, sgd)
+    expected = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in _state(network, sgd).items()}
+    if "begun" in info:
+        own = _state_of_ranks(network, _Begun.new(group).sums)
+        expected |= {key: (tensor.dtype, (group.world_size, *tensor.shape)) for key, tensor in own.items()}
     for key in sorted(expected.keys() ^ tensors.keys()):
         return f"{'it lacks' if key in expected else 'it has'} a tensor {shown(key)}"
     for key, tensor in tensors.items():
-        if (tensor.dtype, tensor.shape) != (expected[key].dtype, expected[key].shape):
+        if (tensor.dtype, tuple(tensor.shape)) != expected[key]:
             return f"its tensor {shown(key)} has another type or shape"
     if info.get("run") != [run.name, run.seed]:
         return f"it is not of {run.name} with this seed"
     curve, names = info.get("curve"), Epoch.__dataclass_fields__.keys()
-    if not isinstance(curve, list) or not curve or not all(isinstance(row, dict) for row in curve):
+    if not isinstance(curve, list) or not (curve or "begun" in info) or not all(isinstance(row, dict) for row in curve):
         return "it has no curve"
     numbers = [value for row in curve for key, value in row.items() if (key, value) != ("test_top5", None)]
     if any(row.keys() != names for row in curve) or any(type(value) not in (int, float) for value in numbers):
         return "its curve has another form"
     if [row["epoch"] for row in curve] != list(range(1, len(curve) + 1)) or len(curve) > run.epochs:
         return "its curve has other epochs"
-    scaler, own = info.get("scaler"), sgd.scaler.state()
+    if "begun" in info and not _is_beginning(info["begun"], run, len(curve), num_images):
+        return "it is of no step that there is"
+    scaler, own_scaler = info.get("scaler"), sgd.scaler.state()
     if not isinstance(scaler, dict) or not isinstance(info.get("precision"), str):
         return "it does not say in which precision it was trained"
     if info["precision"] == sgd.scaler.precision and {key: type(value) for key, value in scaler.items()} != {
-        key: type(value) for key, value in own.items()
+        key: type(value) for key, value in own_scaler.items()
     }:
         return "its gradient scale has another form"
     return ""
 
 
-def _resume(run: Run, network: nn.Module, sgd: _Sgd, folder: Path) -> list[Epoch]:
-    """Take up the newest snapshot; returns the curve so far."""
-    found = read_snapshot(folder, functools.partial(_misfit, run, network, sgd))
+def _is_beginning(value: Any, run: Run, epoch: int, num_images: int) -> bool:
+    """Whether this says of a step of that epoch, but not of its last one, that it was the last to be taken."""
+    if not isinstance(value, dict) or value.keys() != {"step", "seconds"} or epoch >= run.epochs:
+        return False
+    steps = steps_per_epoch(num_images, run.batch_size(epoch))
+    return type(value["step"]) is int and 0 < value["step"] < steps and type(value["seconds"]) is float
+
+
+def _resume(
+    run: Run, network: nn.Module, sgd: _Sgd, folder: Path, group: Group, *, num_images: int
+) -> tuple[list[Epoch], _Begun]:
+    """Take up the newest snapshot; returns the curve so far, and how far the epoch after it has come."""
+    found = read_snapshot(folder, functools.partial(_misfit, run, network, sgd, group, num_images))
     if found is None:
-        return []
+        return [], _Begun.new(group)
     tensors, info = found
     if info["precision"] != sgd.scaler.precision:  # `auto` on another kind of GPU
         print(
             f"the snapshot was trained in {info['precision']}, not {sgd.scaler.precision}: starting afresh", flush=True
         )
-        return []
-    parts: dict[str, dict[str, torch.Tensor]] = {"network": {}, "momentum": {}}
+        return [], _Begun.new(group)
+    parts: dict[str, dict[str, torch.Tensor]] = {"network": {}, "momentum": {}, "ranks": {}, "sums": {}}
     for key, tensor in tensors.items():
         part, _, name = key.partition(".")
         parts[part][name] = tensor
     network.load_state_dict(parts["network"])
     sgd.set_momentum(parts["momentum"])
     sgd.scaler.set_state(info["scaler"])
-    return [Epoch(**row) for row in info["curve"]]
+    curve = [Epoch(**row) for row in info["curve"]]
+    if "begun" not in info:
+        return curve, _Begun.new(group)
+    sums = parts["sums"]["epoch"][group.rank].to(group.device)
+    for name, buffer in network.named_buffers():
+        buffer.copy_(parts["ranks"][name][group.rank])
+    return curve, _Begun(sums=sums, **info["begun"])
 
 
 def write_result(folder: JobFolder, network: nn.Module, info: Mapping[str, Any], record: Mapping[str, Any]) -> None:

@@ -15,7 +15,10 @@ from ruamel.yaml import YAML
 from swap_pipeline.instances import ANALYSES, BASELINES, SWA_STARTS, Instance
 
 # They decide where and how visibly a job runs, whose code makes the network, what an error says; not what is computed.
-CANNOT_CHANGE_A_RESULT = {"environment", "errors", "launch", "own_network", "progress", "ranks", "scratch", "torchrun"}
+CANNOT_CHANGE_A_RESULT = {
+    *("batch", "cluster", "environment", "errors", "jobs", "launch", "local", "own_network", "progress", "ranks"),
+    *("sbatch", "scratch", "srun", "stopping", "torchrun"),
+}
 
 
 PIPELINES = ("dvc.yaml", "comparisons/dvc.yaml", "analysis/dvc.yaml")

@@ -375,7 +375,7 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path) -> None:
 
 TWO_RANKS = """
 import sys; sys.path.insert(0, {tests!r})
-import json
+import json, os
 from dataclasses import replace
 from pathlib import Path
 import torch
@@ -383,6 +383,7 @@ from test_training import COMPUTE, NESTEROV, a_run, random_images, small_network
 from swap_pipeline.distributed import process_group
 from swap_pipeline.params import Augment
 from swap_pipeline.progress import Reporter
+from swap_pipeline.stopping import Stopped
 from swap_pipeline.training import train
 
 def go(network, folder, epochs=3):
@@ -398,17 +399,33 @@ with process_group() as group:
     network = small_network()
     record = go(network, root / "plain")
     normed = wide_network()
-    go(normed, root / "whole")
+    reference = go(normed, root / "whole")
     go(wide_network(), root / "stopped", epochs=1)
     group.wait()
     resumed = wide_network()
     go(resumed, root / "stopped")
     same = all(torch.equal(a, b) for a, b in zip(normed.state_dict().values(), resumed.state_dict().values()))
+    os.environ["SWAP_STOPPABLE"] = "1"
+    (root / "struck").mkdir(exist_ok=True)
+    (root / "struck" / "stop").touch()
+    stops, struck_record = 0, None
+    while struck_record is None:
+        struck = wide_network()
+        group.wait()
+        try:
+            struck_record = go(struck, root / "struck")
+        except Stopped:
+            stops += 1
+    losses = [[r.train_loss for r in one.curve] for one in (reference, struck_record)]
+    struck_same = losses[0] == losses[1] and all(
+        torch.equal(a, b) for a, b in zip(normed.state_dict().values(), struck.state_dict().values()))
     if group.is_main:
         print(json.dumps({{
             "weights": weights_of(network).tolist(),
             "curve": [[r.train_loss, r.train_accuracy, r.test_loss, r.test_accuracy] for r in record.curve],
             "resumed_is_the_same": same,
+            "stops": stops,
+            "stopped_is_the_same": struck_same,
         }}))
 """
 
@@ -442,3 +459,12 @@ def test_ranks_that_are_resumed_end_in_the_same_bytes(
 ) -> None:
     """Over three ranks the order of sums counts: gradient buckets must be regrouped before the state is loaded."""
     assert by_world_size[world_size]["resumed_is_the_same"] is True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_that_are_asked_to_end_after_every_step_end_in_the_same_bytes(
+    by_world_size: dict[int, dict[str, object]], world_size: int
+) -> None:
+    """In the middle of an epoch each rank has batch-norm statistics and sums of its own."""
+    assert by_world_size[world_size]["stops"] == 9
+    assert by_world_size[world_size]["stopped_is_the_same"] is True

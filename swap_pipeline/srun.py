@@ -1,0 +1,124 @@
+"""Jobs inside a Slurm allocation, each a job step: `srun` starts torchrun once on every node it has.
+
+Steps that find no free devices are queued by Slurm itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+
+from swap_pipeline.errors import SwapError
+from swap_pipeline.jobs import Job, claim, forget_last_attempt, variables
+from swap_pipeline.local import Running
+from swap_pipeline.progress import Display
+from swap_pipeline.stopping import STOP_FILE, STOPPABLE
+from swap_pipeline.torchrun import PORT
+
+# `srun` takes these for its own options, but they describe the allocation, not a step.
+_OF_THE_ALLOCATION = (
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXACT",
+    "SLURM_EXPORT_ENV",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GRES",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NNODES",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_TRES_PER_TASK",
+    "CUDA_VISIBLE_DEVICES",  # Slurm sets it for each step
+)
+
+
+def step(job: Job, *, memory_share: float | None = None) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a job as a step of the allocation that this process is in."""
+    if shutil.which("srun") is None:
+        raise SwapError("srun is not on PATH: start this inside a Slurm allocation, or set SWAP_LAUNCHER=local")
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_THE_ALLOCATION}
+    nodes, per_node = str(job.nodes), job.processes_per_node
+    command = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--exact", "--kill-on-bad-exit=1"]
+    command += ["--cpus-per-task", str(per_node * job.threads), "--job-name", job.instance.stage_name]
+    if job.device_type == "cuda":
+        command += ["--gpus-per-node", str(per_node)]
+    if memory_share is not None and os.environ.get("SLURM_MEM_PER_NODE", "").isdecimal():
+        # A step takes the memory of the whole allocation if nothing is said, and leaves none for those beside it.
+        command += ["--mem", str(max(1, int(int(os.environ["SLURM_MEM_PER_NODE"]) * memory_share)))]
+    extra = {**variables(job, parent=0), STOPPABLE: "1"}
+    python = [sys.executable, "-m"]
+    if job.processes == 1:
+        return [*command, *python, *job.instance.command], {
+            **inherited,
+            **extra,
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+        }
+    torchrun = [*python, "swap_pipeline.torchrun"]
+    if job.nodes == 1:
+        torchrun += ["--standalone"]
+    else:
+        # Unlike any other step's, also an earlier one of the same job, whose processes may not be gone yet.
+        meeting = f"{os.environ['SLURM_JOB_ID']}.{job.folder.path.name}.{secrets.token_hex(4)}"
+        torchrun += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", meeting]
+        extra[PORT] = str(20000 + zlib.crc32(meeting.encode()) % 20000)
+    torchrun += ["--nproc-per-node", str(per_node), "-m", *job.instance.command]
+    return [*command, *torchrun], {**inherited, **extra}
+
+
+class Srun:
+    """The launcher inside an allocation."""
+
+    shares_devices = True
+
+    def __init__(self, devices_per_node: int) -> None:
+        self._devices_per_node = devices_per_node
+
+    def start(self, jobs: Sequence[Job], *, room: int, display: Display) -> list[Step]:
+        started: list[Step] = []
+        for job in jobs:
+            if len(started) < room and (own := claim(job, display)):
+                forget_last_attempt(job)
+                share = min(1.0, job.num_devices / job.nodes / self._devices_per_node)
+                started.append(Step(job, *step(job, memory_share=share), [own]))
+        return started
+
+    def watch(self, display: Display) -> None:
+        """The steps' `srun`s are children of this process: nothing to look up."""
+
+    def interrupted(self, number: int, display: Display) -> str:
+        return "interrupted: `dvc repro` goes on from the last snapshot"
+
+
+class Step(Running):
+    """A job step, by way of its `srun`."""
+
+    def ask_to_end(self) -> None:
+        """A signal to `srun` would end the tasks at once; a word to the ranks lets them keep what they have."""
+        if not self.is_over():
+            (self.job.folder.path / STOP_FILE).touch()
+
+    def end(self) -> None:
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+        super().end()
+
+    def _die_with_launcher(self) -> Callable[[], object] | None:
+        """`srun` passes the signal on to its tasks, wherever they are."""
+        prctl, set_parent_death_signal = ctypes.CDLL(None).prctl, 1
+        return lambda: prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)

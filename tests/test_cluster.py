@@ -1,0 +1,188 @@
+"""What a cluster is taken to have: `cluster.yaml`, Slurm's variables, and which launcher is chosen."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from ruamel.yaml import YAML
+
+from swap_pipeline import cluster, launch
+from swap_pipeline.errors import SwapError
+from swap_pipeline.instances import Instance
+from swap_pipeline.jobs import Job, Machine, load, save
+from swap_pipeline.launch import job_on_all_devices, launcher_kind, this_machine, worker_job
+from swap_pipeline.scratch import JobFolder
+from swap_pipeline.srun import step
+from swap_pipeline.torchrun import PORT
+
+WORKER = Instance(method="phase2", seed=3)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder without a project, outside of any Slurm job; nothing is hashed."""
+    for name in os.environ:
+        if name.startswith(("SLURM_", "SWAP_", "DVC_ROOT")):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(tmp_path / instance.stage))
+
+
+@pytest.fixture
+def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a batch script on the first of two nodes with eight GPUs each."""
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "64(x2)")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "800000")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+
+
+def example() -> dict[str, Any]:
+    tree: dict[str, Any] = YAML(typ="safe").load((ROOT / "cluster.example.yaml").read_text())
+    return tree
+
+
+def test_the_example_is_what_it_says() -> None:
+    found = cluster.parse(example())
+    assert found.machine == Machine(device_type="cuda", devices=tuple("01234567"), cores=64, nodes=2)
+    assert found.options_of("phase1") == {"partition": "gpu", "time": "12:00:00"}
+    assert found.options_of("phase2") == {"partition": "gpu", "time": "04:00:00"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"node": 2}, "there is no entry node: choose from nodes, "),
+        ({"nodes": 0}, "nodes is 0: write a whole number, at least 1"),
+        ({"cpus_per_node": None}, "cpus_per_node is missing"),
+        ({"gpu_type": 3}, "gpu_type is 3: write a name"),
+        ({"sbatch": {"phase9": {}}}, "there is no sbatch.phase9"),
+        ({"sbatch": {"all": {"gres": "gpu:8"}}}, "sbatch.all.gres may not be set: write gpus_per_node"),
+        ({"sbatch": {"all": {"job_name": "x"}}}, "sbatch.all.job_name may not be set: remove it"),
+        ({"sbatch": {"all": {"p": "gpu"}}}, "sbatch.all.p is not a long option of sbatch"),
+        ({"sbatch": {"all": {"time": 720}}}, 'sbatch.all.time is 720: write it in quotes: "12:00:00"'),
+        ({"sbatch": {"all": {"partition": ["a", "b"]}}}, "sbatch.all.partition is .*: write one value"),
+        ({"sbatch": ["all"]}, "sbatch is .*: write sections"),
+    ],
+)
+def test_a_mistake_in_cluster_yaml_is_named_with_the_way_out(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(SwapError, match=f"cluster.yaml: {words}"):
+        cluster.parse({**example(), **change})
+
+
+def test_the_launcher_is_the_one_that_is_asked_for_or_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher_kind() == "local"
+    Path("cluster.yaml").touch()
+    assert launcher_kind() == "sbatch"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert launcher_kind() == "local"
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert launcher_kind() == "srun"
+    monkeypatch.setenv("SWAP_LAUNCHER", "sbatch")
+    assert launcher_kind() == "sbatch"
+    monkeypatch.setenv("SWAP_LAUNCHER", "ssh")
+    with pytest.raises(SwapError, match="SWAP_LAUNCHER is 'ssh': choose local, srun or sbatch"):
+        launcher_kind()
+
+
+def test_a_launcher_that_there_is_no_place_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAP_LAUNCHER", "srun")
+    with pytest.raises(SwapError, match="SWAP_LAUNCHER is srun, but this is no Slurm job"):
+        this_machine()
+    monkeypatch.setenv("SWAP_LAUNCHER", "sbatch")
+    with pytest.raises(SwapError, match=r"there is no cluster.yaml: copy cluster.example.yaml"):
+        this_machine()
+
+
+@pytest.mark.usefixtures("allocation")
+def test_phase_1_has_the_gpus_of_all_nodes_and_a_worker_may_have_more_than_one_node() -> None:
+    phase1 = job_on_all_devices(Instance(method="phase1"), batch_size=480)
+    assert (phase1.nodes, phase1.processes, phase1.threads) == (2, 16, 8)
+    small, large = (worker_job(WORKER, processes=n, batch_size=480) for n in (2, 16))
+    assert (small.nodes, small.processes, small.threads) == (1, 2, 8)
+    assert (large.nodes, large.processes_per_node) == (2, 8)
+    with pytest.raises(SwapError, match=r"gpus_per_worker is 9, which 2 nodes with 8 each .* set it to 8 or 16"):
+        worker_job(WORKER, processes=9, batch_size=90)
+    with pytest.raises(SwapError, match="gpus_per_worker is 32, but 2 nodes have 16 GPUs"):
+        worker_job(WORKER, processes=32, batch_size=480)
+
+
+@pytest.mark.usefixtures("allocation")
+def test_ranks_that_the_nodes_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAP_NPROC", "3")
+    with pytest.raises(SwapError, match="SWAP_NPROC is 3, which 2 nodes cannot share"):
+        job_on_all_devices(Instance(method="phase1"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4),
+        ({"SLURM_GPUS": "8"}, 4),
+        ({}, 0),
+    ],
+)
+@pytest.mark.usefixtures("allocation")
+def test_gpus_are_counted_in_batch_scripts_and_in_shells_of_salloc(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], gpus: int
+) -> None:
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    machine = this_machine()
+    assert machine.device_type == ("cuda" if gpus else "cpu")
+    assert len(machine.devices) == (gpus or 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        ("TresPerNode=gres:gpu:2 MailUser=x", 2),
+        ("TresPerNode=gres/gpu:a100:8", 8),
+        ("TresPerNode=gres:license:1,gres:gpu:h100-80:4", 4),
+        ("TresPerNode=gres:gpu:1", 1),
+        ("NumCPUs=4", 0),
+    ],
+)
+def test_gpus_that_were_asked_for_as_gres_are_found_in_the_job(words: str, gpus: int) -> None:
+    assert cluster.gpus_in(f"JobId=7 {words} Power=") == gpus
+
+
+@pytest.mark.usefixtures("allocation")
+def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    job = job_on_all_devices(Instance(method="phase1"), batch_size=480)
+    (command, variables), (again, others) = step(job), step(job)
+    text = " ".join(command)
+    assert "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --exact --kill-on-bad-exit=1 --cpus-per-task 64" in text
+    assert "--gpus-per-node 8" in text
+    assert "--nnodes 2 --rdzv-backend c10d --rdzv-id 77." in text
+    assert text.endswith("--nproc-per-node 8 -m stages.phase1")
+    assert command != again
+    assert 20000 <= int(variables[PORT]) < 40000 and variables[PORT] != others[PORT]
+    assert "SLURM_NTASKS" not in variables and variables["SLURM_JOB_ID"] == "77"
+
+    worker, _ = step(worker_job(WORKER, processes=2, batch_size=480), memory_share=0.25)
+    assert "--nodes 1 --ntasks 1" in " ".join(worker) and "--mem 200000" in " ".join(worker)
+    assert "--standalone" in worker
+
+
+def test_a_job_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
+    job = Job(
+        instance=WORKER,
+        device_type="cpu",
+        processes=2,
+        threads=1,
+        num_devices=2,
+        folder=JobFolder(tmp_path / "folder"),
+        nodes=2,
+    )
+    save(job, max_requeues=5)
+    assert load(job.folder.path) == (job, {"max_requeues": 5})
