@@ -79,6 +79,12 @@ def use(name: str | None, force: bool) -> None:
     type=click.FloatRange(min=0, min_open=True),
     help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
 )
+@click.option(
+    "--link",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB/S",
+    help="Bandwidth between GPUs: also show what the exchange of gradients and the files take, as in docs/scaling.md.",
+)
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the schedules into this .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON.")
 def plan(
@@ -86,6 +92,7 @@ def plan(
     gpus: int | None,
     nodes: int | None,
     images_per_second: float | None,
+    link: float | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -102,7 +109,14 @@ def plan(
     from swap_pipeline.plan_text import json_of, text_of
     from swap_pipeline.planning import make_forecast
 
-    forecast = make_forecast(params, file=file, num_gpus=gpus, num_nodes=nodes, images_per_second=images_per_second)
+    forecast = make_forecast(
+        params,
+        file=file,
+        num_gpus=gpus,
+        num_nodes=nodes,
+        images_per_second=images_per_second,
+        link_gigabytes=link,
+    )
     if plot is not None:
         draw(forecast.plan, plot, title=forecast.title)
         click.echo(f"drawn: {plot}", err=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from swap_pipeline.plan import Plan, RunPlan, Size
 from swap_pipeline.plan_commands import Commands
+from swap_pipeline.plan_scaling import Scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class Forecast:
     times: Times
     commands: tuple[Commands, ...] = ()
     """to run it over several nodes by hand, if that was asked for"""
+    scaling: Scaling | None = None
+    """what goes between devices and to files, if the speed of the link between them was given"""
 
 
 def expected_times(plan: Plan, throughput: Throughput) -> Times:

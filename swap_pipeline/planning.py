@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -10,16 +11,24 @@ from swap_pipeline.params import Params
 from swap_pipeline.plan import Devices, Plan, image_sizes, make_plan
 from swap_pipeline.plan_commands import commands_by_hand
 from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
+from swap_pipeline.plan_scaling import Hardware, Scaling, scaling
 from swap_pipeline.plan_times import Forecast, Throughput, expected_times
 from swap_pipeline.throughput import measure_throughput
 
 
 def make_forecast(
-    params: Params, *, file: Path, num_gpus: int | None, images_per_second: float | None, num_nodes: int | None = None
+    params: Params,
+    *,
+    file: Path,
+    num_gpus: int | None,
+    images_per_second: float | None,
+    num_nodes: int | None = None,
+    link_gigabytes: float | None = None,
 ) -> Forecast:
     """Plan for `num_gpus`, or for this machine; all that can be refused is, before anything is measured.
 
-    With `num_nodes`, also the commands that train over so many nodes by hand.
+    With `num_nodes`, also the commands that train over so many nodes by hand; with `link_gigabytes`, the bandwidth
+    between GPUs, also what the exchange of gradients and the files take.
     """
     if num_nodes is not None and num_gpus is None:
         raise SwapError("--nodes needs --gpus: how many there are on all nodes together")
@@ -38,6 +47,22 @@ def make_forecast(
         throughput=throughput,
         times=expected_times(plan, throughput),
         commands=commands,
+        scaling=None if link_gigabytes is None else _scaling(plan, throughput, link_gigabytes, num_nodes or 1),
+    )
+
+
+def _scaling(plan: Plan, throughput: Throughput, link_gigabytes: float, nodes: int) -> Scaling:
+    """Of the first steps of phase 1."""
+    run = plan.phase1
+    return scaling(
+        gradient_bytes=plan.network.gradient_bytes,
+        state_bytes=plan.network.state_bytes,
+        num_models=plan.phase3.num_models,
+        devices=run.processes,
+        compute_seconds=run.stretches[0].batch_per_device / throughput.images_per_second,
+        hardware=Hardware(
+            link_bytes_per_second=1e9 * link_gigabytes, gpus_per_node=math.ceil(plan.devices.count / nodes)
+        ),
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -245,6 +249,49 @@ def test_a_cancelled_job_says_so_and_the_next_start_goes_on(
     assert "is at this already (running), waiting for it" in third
     assert "submitted" not in third
     assert model(untrained, "phase1") == model(reference, "phase1")
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_ctrl_c_at_a_terminal_asks_whether_to_cancel(untrained: Project, cluster: Cluster, answer: str) -> None:
+    master, slave = pty.openpty()
+
+    def at_the_terminal() -> None:
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where this test runs in the background
+
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "stages.phase1"],
+        cwd=untrained.root,
+        env=untrained.full_environment({"TERM": "xterm"}),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=at_the_terminal,
+    )
+    os.close(slave)
+    seen = ""
+
+    def read_until(words: str) -> None:
+        nonlocal seen
+        while words not in seen:
+            assert select.select([master], [], [], 120)[0], seen
+            seen += os.read(master, 10000).decode(errors="replace")
+
+    wait_until(lambda: has_come_to(untrained, "phase1", 2))
+    (job,) = job_ids(cluster, "RUNNING")
+    os.write(master, b"\x03")
+    read_until(f"Cancel the Slurm jobs {job}? [y/N]")
+    os.write(master, f"{answer}\n".encode())
+    read_until("jobs cancelled" if answer == "y" else "go on, `dvc repro` finds them again")
+    assert launcher.wait(timeout=60) == 130
+    os.close(master)
+    assert "Traceback" not in seen
+    if answer == "y":
+        wait_until(lambda: job in job_ids(cluster, "CANCELLED"))
+    else:
+        assert job in job_ids(cluster, "RUNNING", "COMPLETED")
+        cluster.run("scancel", job)
 
 
 def test_a_controller_that_is_down_is_told_in_a_line_and_nothing_is_lost(
