@@ -54,7 +54,7 @@ def average_each_epoch(params: Params, instance: Instance, folder: JobFolder) ->
     from swap_pipeline.setting import setting_of
 
     epochs, cycles, wanted = params.phase2.epochs, params.phase2.cycles, params.phase2.keep_epochs
-    kept = sorted({*(range(1, epochs + 1) if wanted == "all" else wanted), epochs})
+    kept = [epoch for epoch in range(1, epochs + 1) if wanted == "all" or epoch in wanted or epoch == epochs]
     models = {
         f"epoch_{epoch}": models_after(epoch, seeds=params.workers.seeds, epochs=epochs, cycles=cycles)
         for epoch in kept

@@ -124,7 +124,7 @@ class Phase1(Schedule):
         "training accuracy in percent that ends the phase once passed; 100 for never", minimum=0, maximum=100
     )
     seed: int = knob("initial weights, data order and augmentation", minimum=0, maximum=2**63 - 1)
-    keep_epochs: EpochList = knob("epochs whose models are kept beside the last, for the analysis; or all", minimum=1)
+    keep_epochs: EpochList = knob("epochs whose models are kept beside the last, as far as it gets; or all", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +275,6 @@ def _check_together(params: Params) -> None:
     for name, start in (("swa_large_batch", "large_batch"), ("swa_small_batch", "small_batch")):
         if getattr(params, name) is not None and getattr(params, start) is None:
             raise SwapError(f"{name} starts from {start}, which is missing: add that section, or remove this one too")
-    _check_kept("phase1", params.phase1.keep_epochs, epochs=params.phase1.max_epochs, length="max_epochs")
-    _check_kept("phase2", params.phase2.keep_epochs, epochs=params.phase2.epochs)
     if params.model.pretrained and params.model.zero_init_last_gamma:
         raise SwapError(
             "model.zero_init_last_gamma has no effect on published weights (model.pretrained): set it to false"
@@ -301,11 +299,6 @@ def _check_distinct(key: str, seeds: tuple[int, ...]) -> None:
             f"{key} lists {', '.join(map(str, twice))} more than once: "
             f"equal seeds give equal models, so list each one once"
         )
-
-
-def _check_kept(name: str, kept: EpochList, *, epochs: int, length: str = "epochs") -> None:
-    if kept != "all" and (late := [epoch for epoch in kept if epoch > epochs]):
-        raise SwapError(f"{name}.keep_epochs lists {late[0]}, but {name}.{length} is {epochs}: take it out")
 
 
 _BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")

@@ -71,7 +71,7 @@ def _write_index(path: Path, index: TensorFile, indices: torch.Tensor) -> None:
     tensors = {key: index.read(key)[indices].clone() for key in ("labels", "heights", "widths")}
     tensors["paths"] = torch.cat(names)
     tensors["path_ends"] = torch.tensor([len(name) for name in names]).cumsum(0)
-    write_tensors(path, tensors, {})
+    write_tensors(path, tensors, index.info)
 
 
 def has_room(images: Iterable[Split], *, view: View | None, device: torch.device) -> bool:

@@ -204,7 +204,7 @@ def contents(project: Project, paths: tuple[str, ...]) -> dict[str, Any]:
 
 def without_clocks(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_clocks(entry) for key, entry in value.items() if not key.endswith(CLOCKS)}
+        return {key: without_clocks(entry) for key, entry in value.items() if not any(clock in key for clock in CLOCKS)}
     return [without_clocks(entry) for entry in value] if isinstance(value, list) else value
 
 

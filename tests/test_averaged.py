@@ -9,7 +9,8 @@ from conftest import Project
 
 from stages.averaged import models_after
 from swap_pipeline.averaging_job import Averager
-from swap_pipeline.params import parse_params, read_params
+from swap_pipeline.params import read_params
+from swap_pipeline.schedules import models_to_keep
 from swap_pipeline.setting import setting_of
 
 
@@ -68,17 +69,6 @@ def test_with_cycles_the_models_of_past_cycles_take_part(epoch: int, expected: l
     assert paths == [Path(f"checkpoints/phase2/seed_{seed}/{name}.safetensors") for seed in (1, 3) for name in expected]
 
 
-def test_epochs_that_never_come_are_refused(tree: dict[str, object]) -> None:
-    for section, length in (("phase1", "max_epochs"), ("phase2", "epochs")):
-        changed = {**tree, section: {**tree[section], "keep_epochs": [1, 99]}}  # type: ignore[dict-item]
-        with pytest.raises(Exception, match=rf"{section}\.keep_epochs lists 99, but {section}\.{length} is"):
-            parse_params(changed)
-
-
-@pytest.fixture
-def tree() -> dict[str, object]:
-    from conftest import ROOT
-    from ruamel.yaml import YAML
-
-    loaded: dict[str, object] = YAML(typ="safe").load((ROOT / "recipes" / "fashion-mini.yaml").read_text())
-    return loaded
+def test_epochs_that_never_come_are_not_kept() -> None:
+    assert models_to_keep((1, 3, 9), epochs=4) == {1: "epoch_1.safetensors", 3: "epoch_3.safetensors"}
+    assert list(models_to_keep("all", epochs=4)) == [1, 2, 3]  # the fourth is the run's own model

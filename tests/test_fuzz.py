@@ -28,6 +28,7 @@ from torch import nn
 from swap_pipeline.averaging import average_files
 from swap_pipeline.checkpoint import digest_of, load_weights, read_tensors
 from swap_pipeline.data import Meta, read_images, read_meta
+from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.loader import FileImages
 from swap_pipeline.models import ResNet9, load_model
@@ -39,6 +40,7 @@ from swap_pipeline.training import Run, _resume, _Sgd
 from swap_pipeline.training_job import view_of_checkpoint
 
 CPU = torch.device("cpu")
+ALONE = Group(rank=0, world_size=1, device=CPU)
 
 
 def network(seed: int, width: int = 1) -> ResNet9:
@@ -227,7 +229,7 @@ def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
         newer.write_bytes(mutant.content)
         net = little(4)
         sgd = sgd_of(net)
-        curve = _resume(run, net, sgd, tmp_path)
+        curve, _ = _resume(run, net, sgd, tmp_path, ALONE, num_images=1000)
         parts = {"network": net.state_dict(), "momentum": sgd.momentum()}
         found = {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
         said = capsys.readouterr().out

@@ -730,7 +730,7 @@ def test_the_text_shows_schedules_work_and_time_side_by_side() -> None:
         "phase 2, 8 workers in 2 rounds 49 min 40 s 3 h 19 min",
         "small batch on 2 devices 41 min 23 s 1 h 23 min",
         "network resnet9: 6,573,120 parameters, 26.3 MB in 25 trainable tensors",
-        "disk 26.3 MB a checkpoint, 263 MB for all 10 and 1.1 GB for 40 kept on the way; 52.6 MB a snapshot",
+        "disk 26.3 MB a checkpoint, 263 MB for all 10 and 1.05 GB for 40 kept",
     ):
         assert line in flat
     assert "\N{NO-BREAK SPACE}" not in text

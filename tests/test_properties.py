@@ -133,7 +133,13 @@ def test_a_rate_without_jumps_is_continuous(course: list[tuple[float, float]], e
     assert abs(rate(epoch + step) - rate(epoch)) <= steepest * step * (1 + 1e-6) + 1e-9
 
 
-@given(st.integers(1, 5), st.integers(1, 8), st.floats(1e-4, 10), st.floats(0, 1), st.floats(0, 0.999))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.floats(1e-4, 10),
+    st.integers(0, 100).map(lambda percent: percent / 100),
+    st.floats(0, 0.999),
+)
 def test_every_cycle_is_the_first_one_again_and_peaks_once_it_is_warm(
     cycles: int, length: int, peak: float, warm: float, inside: float
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from test_loader import CPU, META, SIZES, folder
 
 from swap_pipeline import sample
+from swap_pipeline.checkpoint import digest_of, read_tensors, write_tensors
 from swap_pipeline.data import View
 from swap_pipeline.distributed import Group
 from swap_pipeline.landscape import Prober
@@ -43,9 +43,11 @@ def setting(root: Path, test_crop: str) -> Setting:
 def prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with an index of the image files that are in `folder`."""
     (folder / "data/prepared").mkdir(parents=True)
-    for split in ("train", "test"):
-        shutil.copy(folder / "train.safetensors", folder / f"data/prepared/{split}.safetensors")
     meta = {"kind": "files", "classes": META.classes, "shape": [3, 0, 0], "mean": META.mean, "std": META.std}
+    tensors, _ = read_tensors(folder / "train.safetensors")
+    for split in ("train", "test"):
+        info = {"split": split, "meta": digest_of(json.loads(json.dumps(meta)))}
+        write_tensors(folder / f"data/prepared/{split}.safetensors", tensors, info)
     (folder / "data/prepared/meta.json").write_text(json.dumps(meta))
     monkeypatch.chdir(folder)
     return folder
