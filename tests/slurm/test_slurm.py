@@ -199,7 +199,8 @@ def test_a_preempted_worker_goes_on_when_its_place_is_free_again(
 ) -> None:
     launcher = start_stage(with_phase1, "stages.phase2", "--seed", "0")
     wait_until(lambda: has_come_to(with_phase1, "phase2", 2))
-    urgent = cluster.run("sbatch", "--parsable", "-p", "urgent", "-N2", "--exclusive", "--wrap", "sleep 1").strip()
+    options = ("--parsable", "-p", "urgent", "-N2", "--exclusive", "--output", "/dev/null")
+    urgent = cluster.run("sbatch", *options, "--wrap", "sleep 1").strip()
     wait_until(lambda: urgent in job_ids(cluster, "COMPLETED"))
 
     output = finish(launcher)
