@@ -15,6 +15,7 @@ from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.checkpoint import load_weights
 from swap_pipeline.data import Meta, Split, View
 from swap_pipeline.distributed import Group
+from swap_pipeline.durations import time_left
 from swap_pipeline.files import read_json, write_json
 from swap_pipeline.memory import must_fit
 from swap_pipeline.models import describe_network, new_network
@@ -151,27 +152,38 @@ def run_averages_job(
     group: Group,
     folder: JobFolder,
 ) -> None:
-    """Be one rank of a job that tests the mean of several sets of models, each under a label.
-
-    What is done is kept, so that a killed job goes on with the next set. The record has `points`, in the given order.
-    """
+    """Be one rank of a job that tests the mean of several sets of models; its record has `points`, in that order."""
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
             return
         reporter = Reporter(name=name, total=len(models), folder=folder.path, is_main=group.is_main)
         averager = Averager.open(setting, statistics, group)
-        points: list[dict[str, Any]] = []
-        for number, (label, files) in enumerate(models.items(), start=1):
-            kept = folder.kept / f"{label}.json"
-            if not group.main_says(kept.exists()):
-                averager.average(files, folder.path / "mean.safetensors")
-                score = averager.test(view_of_checkpoint(files[-1]))
-                if group.is_main:
-                    write_json(kept, {"label": label, "models": len(files), **score.as_json()})
-            if group.is_main:
-                points.append(read_json(kept))
-                done = points[-1]
-                reporter.done(number, f"{label}  test {done['test_accuracy']:.2f} %  loss {done['test_loss']:.4f}")
+        points = tested_averages(models, averager, folder=folder, reporter=reporter)
         if group.is_main:
             with folder.complete() as result:
                 write_json(result / "record.json", {"points": points, **group.as_json()})
+
+
+def tested_averages(
+    models: Mapping[str, Sequence[Path]], averager: Averager, *, folder: JobFolder, reporter: Reporter
+) -> list[dict[str, Any]]:
+    """What the mean of each set of models reaches, under its label; complete on the main rank alone.
+
+    What is done is kept, so that a killed job goes on with the next set.
+    """
+    group = averager.group
+    points: list[dict[str, Any]] = []
+    began = time.monotonic()
+    for number, (label, files) in enumerate(models.items(), start=1):
+        kept = folder.kept / f"{label}.json"
+        if not group.main_says(kept.exists()):
+            averager.average(files, folder.path / "mean.safetensors")
+            score = averager.test(view_of_checkpoint(files[-1]))
+            if group.is_main:
+                write_json(kept, {"label": label, "models": len(files), **score.as_json()})
+        if group.is_main:
+            points.append(read_json(kept))
+            accuracy, loss = points[-1]["test_accuracy"], points[-1]["test_loss"]
+            left = time_left(began, number, len(models))
+            reporter.done(number, f"{number}/{len(models)}  {label}  test {accuracy:.2f} %  loss {loss:.4f}{left}")
+    return points

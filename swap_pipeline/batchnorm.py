@@ -7,8 +7,9 @@ always whole on one rank, so the result does not depend on the number of ranks, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,17 @@ def batches_of_rank(
 
     Which images make up a batch depends on `batch_size` and `seed` alone; the last batch may be short.
     """
+    edges = [*range(0, len(images), batch_size), len(images)]
+    if edges[-1] - edges[-2] == 1 and len(edges) > 2:
+        del edges[-2]  # one image has no variance: it joins the batch before it
+    for batch, _ in one_pass(images, edges, seed=seed, augment=augment, group=group, view=view):
+        yield batch
+
+
+def one_pass(
+    images: Split, edges: Sequence[int], *, seed: int, augment: Augment | None, group: Group, view: View | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Images and labels in a random order, in batches between these edges, of which every rank has its share."""
     padding, flip, cutout = (augment.padding, augment.flip, augment.cutout) if augment else (0, False, 0)
     if view is not None and augment is None:
         view = replace(view, min_scale=None)
@@ -40,19 +52,15 @@ def batches_of_rank(
         cutout=cutout,
         device=group.device,
     )
-    edges = list(range(0, len(images), batch_size))
-    if len(images) - edges[-1] == 1 and len(edges) > 1:
-        edges.pop()  # one image has no variance: it joins the batch before it
-    parts = [slice(start, end) for start, end in zip(edges, [*edges[1:], len(images)], strict=True)]
-    for batch, _ in images.batches(
+    parts = [slice(start, end) for start, end in pairwise(edges)]
+    return images.batches(
         choices,
         parts[group.rank :: group.world_size],
         view=view,
         padding=padding,
         cutout=cutout,
         channels_last=True,
-    ):
-        yield batch
+    )
 
 
 class _Moments:

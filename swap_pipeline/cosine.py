@@ -6,10 +6,10 @@ At models that were kept on the way: the cosine between the descent direction âˆ
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +17,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from swap_pipeline.batchnorm import one_pass
 from swap_pipeline.checkpoint import load_weights
-from swap_pipeline.data import Split, View, draw_epoch, read_meta
+from swap_pipeline.data import Split, View, read_meta
 from swap_pipeline.distributed import Group
+from swap_pipeline.durations import time_left
 from swap_pipeline.files import read_json, write_json
 from swap_pipeline.instances import Instance
 from swap_pipeline.models import describe_network, new_network
@@ -75,30 +77,9 @@ def labelled_batches(
 
     No batch is short: in training mode an image's gradient depends on the others in its batch.
     """
-    padding, flip, cutout = (augment.padding, augment.flip, augment.cutout) if augment else (0, False, 0)
-    if view is not None and augment is None:
-        view = replace(view, min_scale=None)
-    choices = draw_epoch(
-        seed=seed,
-        epoch=0,
-        num_images=len(images),
-        image_size=images.image_shape(view)[1:],
-        padding=padding,
-        flip=flip,
-        cutout=cutout,
-        device=group.device,
-    )
     num_batches = max(1, len(images) // batch_size)
     edges = [len(images) * i // num_batches for i in range(num_batches + 1)]
-    parts = [slice(start, end) for start, end in pairwise(edges)]
-    return images.batches(
-        choices,
-        parts[group.rank :: group.world_size],
-        view=view,
-        padding=padding,
-        cutout=cutout,
-        channels_last=True,
-    )
+    return one_pass(images, edges, seed=seed, augment=augment, group=group, view=view)
 
 
 def mean_gradient(
@@ -182,6 +163,7 @@ def run_cosine_job(
                 0, f"{len(snapshots)} models Ã— {len(images):,} images, forward and backward, on {group.describe()}"
             )
         points: list[dict[str, Any]] = []
+        began = time.monotonic()
         for number, snapshot in enumerate(snapshots, start=1):
             kept = folder.kept / f"{snapshot.run}_{snapshot.epoch}.json"
             if not group.main_says(kept.exists()):
@@ -194,7 +176,8 @@ def run_cosine_job(
             if group.is_main:
                 point = read_json(kept)
                 what = f"cosine {point['cosine']:+.4f}" if "cosine" in point else "no direction: this is SWAP's output"
-                reporter.done(number, f"{number}/{len(snapshots)}  {snapshot.run} epoch {snapshot.epoch}  {what}")
+                left = time_left(began, number, len(snapshots))
+                reporter.done(number, f"{number}/{len(snapshots)}  {snapshot.run} epoch {snapshot.epoch}  {what}{left}")
                 points += [point] if "cosine" in point else []
         if not snapshots:
             reporter.done(1, "no models were kept on the way: set phase1.keep_epochs and phase2.keep_epochs (to all)")

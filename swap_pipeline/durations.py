@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 
 def duration(seconds: float) -> str:
     """`9.5 s`, `12 min 05 s`, `3 h 55 min`."""
@@ -20,3 +22,8 @@ def roughly(seconds: float) -> str:
         return f"{max(1, round(seconds))} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def time_left(began: float, done: int, total: int) -> str:
+    """For the end of a line of progress, where all parts take about as long; `began` is by time.monotonic()."""
+    return f", about {roughly((time.monotonic() - began) / done * (total - done))} left" if done < total else ""

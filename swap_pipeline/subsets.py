@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from swap_pipeline.averaging_job import Averager
+from swap_pipeline.averaging_job import Averager, tested_averages
 from swap_pipeline.checkpoint import TensorFile
 from swap_pipeline.data import derive_seed
 from swap_pipeline.distributed import Group
-from swap_pipeline.files import read_json, write_json
+from swap_pipeline.files import write_json
 from swap_pipeline.params import Phase3
 from swap_pipeline.planes import parameter_names
 from swap_pipeline.progress import Reporter
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import Setting
-from swap_pipeline.training_job import view_of_checkpoint
 
 
 def subsets_of(seeds: Sequence[int], *, at_most: int, seed: int) -> list[tuple[int, ...]]:
@@ -38,6 +37,12 @@ def subsets_of(seeds: Sequence[int], *, at_most: int, seed: int) -> list[tuple[i
                 some.add(tuple(sorted(draw.sample(workers, size))))
             chosen += sorted(some)
     return chosen
+
+
+def label_of(subset: Sequence[int]) -> str:
+    """`seeds_0_2`, or a hash of it where a file system would not take so long a name."""
+    text = "_".join(map(str, subset))
+    return f"seeds_{text}" if len(text) < 100 else f"{len(subset)}_seeds_{derive_seed(text):x}"
 
 
 def geometry(start: Path, workers: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
@@ -92,23 +97,12 @@ def run_subsets_job(
             f"{len(subsets)} averages × 2 passes ({len(averager.train_images):,} images for statistics, "
             f"{len(averager.test_images):,} for the test)",
         )
-        tested: list[dict[str, Any]] = []
-        for number, subset in enumerate(subsets, start=1):
-            kept = folder.kept / f"subset_{number:06d}.json"
-            if not group.main_says(kept.exists()):
-                models = [path for seed in subset for path in workers[seed]]
-                averager.average(models, folder.path / "mean.safetensors")
-                score = averager.test(view_of_checkpoint(models[-1]))
-                if group.is_main:
-                    write_json(kept, {"seeds": subset, "size": len(subset), **score.as_json()})
-            if group.is_main:
-                tested.append(read_json(kept))
-                accuracy, loss = tested[-1]["test_accuracy"], tested[-1]["test_loss"]
-                listed = ", ".join(map(str, subset))
-                reporter.done(
-                    number, f"{number}/{len(subsets)}  seeds {listed}: test {accuracy:.2f} %  loss {loss:.4f}"
-                )
+        models = {label_of(subset): [path for seed in subset for path in workers[seed]] for subset in subsets}
+        points = tested_averages(models, averager, folder=folder, reporter=reporter)
         if group.is_main:
             between = geometry(start, [workers[seed][-1] for seed in seeds], parameter_names(averager.network))
+            tested = [
+                {**point, "seeds": subset, "size": len(subset)} for subset, point in zip(subsets, points, strict=True)
+            ]
             with folder.complete() as result:
                 write_json(result / "record.json", {"subsets": tested, "seeds": seeds, **between, **group.as_json()})
