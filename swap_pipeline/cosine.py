@@ -21,13 +21,12 @@ from swap_pipeline.batchnorm import one_pass
 from swap_pipeline.checkpoint import load_weights
 from swap_pipeline.data import Split, View, read_meta
 from swap_pipeline.distributed import Group
-from swap_pipeline.durations import time_left
 from swap_pipeline.files import read_json, write_json
 from swap_pipeline.instances import Instance
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Augment, EpochList, Phase3
 from swap_pipeline.planes import parameter_names, read_vector
-from swap_pipeline.progress import Reporter
+from swap_pipeline.progress import Reporter, time_left
 from swap_pipeline.sample import SamePass, has_room, open_sample
 from swap_pipeline.schedules import models_of_cycles, models_to_keep
 from swap_pipeline.scratch import JobFolder

@@ -20,7 +20,6 @@ from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.checkpoint import load_weights
 from swap_pipeline.data import Split, View, read_meta
 from swap_pipeline.distributed import Group
-from swap_pipeline.durations import roughly
 from swap_pipeline.environment import eval_batch_size
 from swap_pipeline.errors import SwapError
 from swap_pipeline.files import read_json, write_json
@@ -28,7 +27,7 @@ from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Phase3, Precision
 from swap_pipeline.planes import Plane, Position, axis, parameter_names, read_vector, set_parameters
 from swap_pipeline.precision import autocast
-from swap_pipeline.progress import Reporter
+from swap_pipeline.progress import Reporter, roughly
 from swap_pipeline.sample import SamePass, has_room, open_sample
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import Setting

@@ -164,3 +164,16 @@ class Display:
         whole = new[: new.rfind(b"\n") + 1]
         watched.position += len(whole)
         return whole.decode(errors="replace").splitlines()
+
+
+def roughly(seconds: float) -> str:
+    """For people, and not more exact than an estimate is."""
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def time_left(began: float, done: int, total: int) -> str:
+    """For the end of a line of progress, where all parts take about as long; `began` is by time.monotonic()."""
+    return f", about {roughly((time.monotonic() - began) / done * (total - done))} left" if done < total else ""

@@ -19,10 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from swap_pipeline.checkpoint import read_tensors
 from swap_pipeline.data import draw_epoch
-from swap_pipeline.durations import roughly
 from swap_pipeline.landscape import Chart, Errors, as_json, charts_of, cost
 from swap_pipeline.models import load_model
 from swap_pipeline.planes import Plane
+from swap_pipeline.progress import roughly
 from swap_pipeline.sample import chosen
 
 
