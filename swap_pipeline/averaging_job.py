@@ -12,18 +12,19 @@ from torch import nn
 
 from swap_pipeline.averaging import average_files, check_origin
 from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
-from swap_pipeline.checkpoint import load_weights
+from swap_pipeline.checkpoint import load_weights, write_result
 from swap_pipeline.data import Meta, Split, View
 from swap_pipeline.distributed import Group
+from swap_pipeline.evaluation import Score, evaluate
 from swap_pipeline.files import read_json, write_json
 from swap_pipeline.memory import must_fit
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Phase3
+from swap_pipeline.placement import set_up
 from swap_pipeline.precision import autocast
 from swap_pipeline.progress import Reporter, time_left
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import Setting
-from swap_pipeline.training import Score, evaluate, set_up, write_result
 from swap_pipeline.training_job import describe_model, open_data, view_of_checkpoint
 
 

@@ -20,7 +20,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from swap_pipeline.errors import SwapError, shown
-from swap_pipeline.files import atomic_write
+from swap_pipeline.files import atomic_write, write_json
+from swap_pipeline.scratch import JobFolder
 
 METADATA_KEY = "swap_pipeline"
 _DTYPES = {
@@ -272,3 +273,13 @@ def drop_snapshots(folder: Path) -> None:
     """Called when a run is complete and has nothing left to resume."""
     for path in folder.glob(_SNAPSHOT):
         path.unlink()
+
+
+def write_result(
+    folder: JobFolder, network: torch.nn.Module, info: Mapping[str, Any], record: Mapping[str, Any]
+) -> None:
+    """Complete a job: the network, with nothing in it that differs from run to run, and what is known of the run."""
+    with folder.complete() as result:
+        write_tensors(result / "model.safetensors", network.state_dict(), info)
+        write_json(result / "record.json", record)
+    drop_snapshots(folder.path)

@@ -25,13 +25,13 @@ from swap_pipeline.files import read_json, write_json
 from swap_pipeline.instances import Instance
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Augment, EpochList, Phase3
+from swap_pipeline.placement import set_up
 from swap_pipeline.planes import parameter_names, read_vector
 from swap_pipeline.progress import Reporter, time_left
 from swap_pipeline.sample import SamePass, has_room, open_sample
 from swap_pipeline.schedules import models_of_cycles, models_to_keep
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import Setting
-from swap_pipeline.training import set_up
 from swap_pipeline.training_job import PREPARED, view_of_checkpoint
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]

@@ -25,13 +25,13 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.files import read_json, write_json
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Phase3, Precision
+from swap_pipeline.placement import set_up
 from swap_pipeline.planes import Plane, Position, axis, parameter_names, read_vector, set_parameters
 from swap_pipeline.precision import autocast
 from swap_pipeline.progress import Reporter, roughly
 from swap_pipeline.sample import SamePass, has_room, open_sample
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import Setting
-from swap_pipeline.training import set_up
 from swap_pipeline.training_job import PREPARED, view_of_checkpoint
 
 LB, SWAP = "LB", "SWAP"

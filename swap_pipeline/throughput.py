@@ -15,10 +15,10 @@ from swap_pipeline.distributed import Group
 from swap_pipeline.launch import local_machine
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Compute, Model, Optimizer
+from swap_pipeline.placement import set_up
 from swap_pipeline.plan import Size
 from swap_pipeline.plan_times import Throughput
 from swap_pipeline.precision import autocast, resolve
-from swap_pipeline.training import set_up
 
 # The batch is doubled while a step stays below this, so that neither time nor memory gets out of hand.
 _STEP_SECONDS = 0.4

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.checkpoint import TensorFile, load_weights, write_tensors
+from swap_pipeline.checkpoint import TensorFile, load_weights, write_result, write_tensors
 from swap_pipeline.data import Meta, Split, View, read_images, read_meta, view_in
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
@@ -18,10 +18,11 @@ from swap_pipeline.memory import must_fit
 from swap_pipeline.models import describe_network, load_pretrained, new_network
 from swap_pipeline.params import Compute, Optimizer, Schedule
 from swap_pipeline.progress import Reporter
+from swap_pipeline.runs import Run, as_prepared
 from swap_pipeline.schedules import by_epoch, learning_rate_of
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import Setting
-from swap_pipeline.training import Run, as_prepared, train, write_result
+from swap_pipeline.training import train
 
 PREPARED = Path("data/prepared")
 

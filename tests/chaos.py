@@ -402,11 +402,33 @@ def two_at_once(project: Project, stage: str, rng: random.Random) -> None:
     """Two `dvc repro` in one checkout: the second waits, gives up or finds the work done, but nothing gets mixed."""
     run = Running(project, "dvc", "repro")
     run.until(random_moment(project, "any", rng))
-    project.dvc("repro", check=False)
+    second = project.dvc("repro", check=False)
     run.end()
-    for stage in ("phase1", "phase3"):
-        if project.trained(stage) != 1:
-            raise LostError(f"{stage} was trained {project.trained(stage)} times")
+    check_trained_once(run.output + second)
+
+
+def two_experiments(project: Project, stage: str, rng: random.Random) -> None:
+    """Two experiments with one phase 1 side by side: it is trained once, and each averages workers of its own."""
+    project.dvc("exp", "run", "--queue", "-n", "one")
+    project.dvc("exp", "run", "--queue", "-n", "other", "-S", "phase2.peak_lr=0.02")
+    project.dvc("queue", "start", "-j", "2")
+    try:
+        wait_for(lambda: not re.search("Queued|Running", project.dvc("queue", "status")), "the end of the queue", 400)
+    finally:
+        project.dvc("queue", "stop", "--kill", check=False)
+    logs = [project.dvc("queue", "logs", name, check=False) for name in ("one", "other")]
+    if project.dvc("queue", "status").count("Success") != 2:
+        raise LostError("\n".join(logs))
+    check_trained_once("".join(logs), seeds=4)
+    project.dvc("exp", "apply", "one")  # must be what an undisturbed run gives
+
+
+def check_trained_once(output: str, seeds: int = 2) -> None:
+    """Every job has begun once, whoever began it; outputs show what a process has trained, not what it found."""
+    for job, times in (("phase1", 1), ("phase2 seed", seeds)):
+        begun = len(re.findall(rf"^\S*{job}.*: epoch 1/", output, re.MULTILINE))
+        if begun != times:
+            raise LostError(f"{job} was trained {begun} times, not {times}:\n{output}")
 
 
 def bad_worker(project: Project, stage: str, rng: random.Random, *, times: int = 1000) -> None:
@@ -451,6 +473,7 @@ FAULTS = (
     Fault(name="dvc repro: SIGKILL of everything", strike=pipeline_killed("all")),
     Fault(name="dvc repro: Ctrl-C", strike=pipeline_killed("all", number=signal.SIGINT)),
     Fault(name="dvc repro: a second one at the same time", strike=two_at_once),
+    Fault(name="two experiments from the queue at the same time", strike=two_experiments),
     Fault(name="dvc repro: a worker that always dies", strike=bad_worker),
     Fault(name="dvc repro: a worker that dies once", strike=functools.partial(bad_worker, times=1)),
 )

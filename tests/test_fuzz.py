@@ -36,7 +36,9 @@ from swap_pipeline.params import Optimizer, Params, parse_params, read_params
 from swap_pipeline.precision import Scaler
 from swap_pipeline.predict import predict
 from swap_pipeline.recipes import list_recipes, origin_of_params, use_recipe
-from swap_pipeline.training import Run, _resume, _Sgd
+from swap_pipeline.resuming import resume
+from swap_pipeline.runs import Run
+from swap_pipeline.sgd import Sgd
 from swap_pipeline.training_job import view_of_checkpoint
 
 CPU = torch.device("cpu")
@@ -182,11 +184,11 @@ def little(seed: int, width: int = 2) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, width, 3, bias=False), nn.BatchNorm2d(width))
 
 
-def sgd_of(net: nn.Module) -> _Sgd:
+def sgd_of(net: nn.Module) -> Sgd:
     optimizer = Optimizer(
         momentum=0.9, nesterov=True, weight_decay=0.0, decay_norms=True, decay_biases=True, label_smoothing=0.0
     )
-    return _Sgd(net, optimizer, Scaler("fp32", CPU))
+    return Sgd(net, optimizer, Scaler("fp32", CPU))
 
 
 def snapshot(seed: int, epochs: int, width: int = 2) -> tuple[Tensors, dict[str, Any]]:
@@ -229,7 +231,7 @@ def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
         newer.write_bytes(mutant.content)
         net = little(4)
         sgd = sgd_of(net)
-        curve, _ = _resume(run, net, sgd, tmp_path, ALONE, num_images=1000)
+        curve, _ = resume(run, net, sgd, tmp_path, ALONE, num_images=1000)
         parts = {"network": net.state_dict(), "momentum": sgd.momentum()}
         found = {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
         said = capsys.readouterr().out

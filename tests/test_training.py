@@ -19,10 +19,12 @@ from torch import nn
 from swap_pipeline.data import Images
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
+from swap_pipeline.evaluation import evaluate
 from swap_pipeline.params import Augment, Compute, Optimizer
 from swap_pipeline.progress import Reporter
+from swap_pipeline.runs import Epoch, Record, Run, reason_to_stop
 from swap_pipeline.schedules import by_epoch, warmup_then_decay
-from swap_pipeline.training import Epoch, Record, Run, evaluate, reason_to_stop, train
+from swap_pipeline.training import train
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 PLAIN = Augment(padding=0, flip=False, cutout=0)
