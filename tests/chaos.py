@@ -420,7 +420,8 @@ def two_experiments(project: Project, stage: str, rng: random.Random) -> None:
     if project.dvc("queue", "status").count("Success") != 2:
         raise LostError("\n".join(logs))
     check_trained_once("".join(logs), seeds=4)
-    project.dvc("exp", "apply", "one")  # must be what an undisturbed run gives
+    # What must be as in an undisturbed run; DVC ends with an error since comparisons and analysis have never run.
+    project.dvc("exp", "apply", "one", check=False)
 
 
 def check_trained_once(output: str, seeds: int = 2) -> None:
