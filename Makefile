@@ -7,14 +7,18 @@ PYTHON ?= python3
 RUN = PATH="$(abspath $(VENV))/bin:$$PATH"
 STAMP = $(VENV)/.swap-installed
 
-.PHONY: run test test-slurm chaos lint install pictures
+.PHONY: run test test-long test-slurm chaos lint install pictures
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
 	@$(RUN) dvc repro
 
 test: lint
-	@$(RUN) python -m pytest -n 2 --dist worksteal
+	@$(RUN) python -m pytest -n 2 --dist worksteal -m "not long"
+
+# What is left out above: whole pipelines, comparisons and analyses under DVC, pages in a browser.
+test-long: $(STAMP)
+	@$(RUN) python -m pytest -n 2 --dist worksteal -m long
 
 # On a real Slurm, which is started in a temporary folder; Debian's packages are installed first where that is allowed.
 test-slurm: $(STAMP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from conftest import Project
 
 ANALYSIS = "analysis/dvc.yaml"
@@ -13,6 +14,7 @@ def ran(output: str) -> set[str]:
     return set(re.findall(r"Running stage '(?:analysis/dvc\.yaml:)?([^']+)'", output))
 
 
+@pytest.mark.long
 def test_the_analysis_runs_after_a_finished_run_and_each_part_again_only_for_its_own_params(finished: Project) -> None:
     assert not list((finished.root / "analysis").glob("*.json")), "the plain pipeline leaves the analysis alone"
 

@@ -174,6 +174,7 @@ def without_network() -> list[str]:
     return ["unshare", "-rn"] if tried.returncode == 0 else []
 
 
+@pytest.mark.long
 def test_no_stage_uses_the_network(finished: Project, tmp_path: Path) -> None:
     shutil.rmtree(finished.root / ".swap")
     (tmp_path / "blocked").mkdir()

@@ -11,9 +11,12 @@ import pytest
 from browser import CHROMIUM, Browser, browser
 from made_up import PAGES, lay_out, write_pages
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no chromium here (`apt-get install chromium`): pages are not looked at"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="there is no chromium here (`apt-get install chromium`): pages are not looked at"
+    ),
+]
 
 DESK, PHONE = 1280, 390
 # Of each element that shows text: its colour, and that of the nearest ground behind it.

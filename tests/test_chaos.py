@@ -10,10 +10,8 @@ from chaos import FAULTS, TooLateError, inject, make_reference, may_mount
 from conftest import Project
 from filelock import FileLock
 
-SHORT = (
-    "SIGKILL of one rank of phase 1",
-    "SIGKILL while a worker writes",
-    "disk full in phase 2",
+SHORT = ("SIGKILL of one rank of phase 1", "SIGKILL while a worker writes", "disk full in phase 2")
+LONGER = (
     "read-only scratch",
     "a rank that hangs",
     "dvc repro: SIGKILL of dvc alone",
@@ -30,7 +28,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Project:
         return make_reference(folder)
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONGER)])
 def test_after_a_fault_the_next_start_ends_in_the_same_bytes(name: str, reference: Project, tmp_path: Path) -> None:
     (fault,) = [fault for fault in FAULTS if fault.name == name]
     if ("disk full" in name or "read-only" in name) and not may_mount():

@@ -30,6 +30,8 @@ from swap_pipeline.instances import BASELINES, SWA_STARTS, Instance
 from swap_pipeline.launch import this_machine
 from swap_pipeline.params import Params
 
+pytestmark = pytest.mark.long
+
 COMPARISONS = "comparisons/dvc.yaml"
 METHODS = (*BASELINES, *SWA_STARTS)
 QUICK = {

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file
 
 from swap_pipeline.checkpoint import TensorFile
 
+pytestmark = pytest.mark.long
+
 NETWORK = '''
 from torch import nn
 

@@ -125,6 +125,7 @@ def test_an_added_seed_trains_alone(finished: Project) -> None:
     assert {path: finished.bytes_of(f"{path}/model.safetensors") for path in before} == before
 
 
+@pytest.mark.long
 def test_a_clone_that_pulled_the_results_trains_only_the_added_seed(finished: Project, tmp_path: Path) -> None:
     finished.dvc("remote", "add", "--local", "-d", "store", str(tmp_path / "remote"))
     finished.dvc("push")
@@ -140,6 +141,7 @@ def test_a_clone_that_pulled_the_results_trains_only_the_added_seed(finished: Pr
     assert clone.trained("phase2") == 1
 
 
+@pytest.mark.long
 def test_phase_2_params_leave_phase_1_alone_and_going_back_trains_nothing(finished: Project) -> None:
     phase1, final = (finished.bytes_of(f"checkpoints/{phase}/model.safetensors") for phase in ("phase1", "phase3"))
     finished.set_params({"phase2.peak_lr": 0.02})
@@ -170,6 +172,7 @@ def test_fan_out_can_be_switched_off(finished: Project) -> None:
     assert finished.trained("phase2") == 4
 
 
+@pytest.mark.long
 def test_a_seed_that_is_no_longer_listed_leaves_the_average_and_comes_back_untrained(finished: Project) -> None:
     final = finished.bytes_of("checkpoints/phase3/model.safetensors")
     finished.set_params({"workers.seeds": [0, 2]})
@@ -188,6 +191,7 @@ def test_a_seed_that_is_no_longer_listed_leaves_the_average_and_comes_back_untra
     assert finished.bytes_of("checkpoints/phase3/model.safetensors") == final
 
 
+@pytest.mark.long
 def test_phase_1_run_again_with_the_same_result_does_not_train_phase_2(finished: Project) -> None:
     shutil.rmtree(finished.root / ".swap")
     output = finished.dvc("repro", "--force", "--single-item", "phase1")
@@ -212,6 +216,7 @@ def test_an_edited_report_trains_nothing(finished: Project) -> None:
     assert ran(finished.dvc("repro")) == ["report"]
 
 
+@pytest.mark.long
 def test_experiments_in_the_workspace_in_a_temporary_folder_and_from_the_queue(finished: Project) -> None:
     finished.dvc("exp", "run", "-n", "here", "-S", "phase2.peak_lr=0.02")
     finished.dvc("exp", "run", "-n", "aside", "--temp", "-S", "phase2.peak_lr=0.03")
@@ -238,6 +243,7 @@ def test_experiments_in_the_workspace_in_a_temporary_folder_and_from_the_queue(f
     assert finished.trained("phase2") == 9
 
 
+@pytest.mark.long
 def test_the_flags_of_the_readme_give_a_narrow_table(finished: Project) -> None:
     finished.dvc("exp", "run", "-n", "slower", "-S", "phase2.peak_lr=0.5")
     readme = (Path(__file__).parent.parent / "README.md").read_text()
@@ -252,6 +258,7 @@ def test_the_flags_of_the_readme_give_a_narrow_table(finished: Project) -> None:
     assert max(len(line) for line in output.splitlines()) <= 120
 
 
+@pytest.mark.long
 def test_a_worker_that_fails_keeps_the_others_and_is_trained_alone_the_next_time(finished: Project) -> None:
     script = finished.root / "stages" / "phase2.py"
     fault = (
@@ -293,6 +300,7 @@ def test_a_stage_run_again_by_hand_changes_nothing_and_says_where_the_result_is_
     assert "up to date" in finished.dvc("status", "dvc.yaml")
 
 
+@pytest.mark.long
 def test_a_worker_can_be_a_group_of_devices(finished: Project) -> None:
     finished.set_params({"phase2.gpus_per_worker": 2, "workers.seeds": [0]})
     finished.dvc("repro")

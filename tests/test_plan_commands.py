@@ -51,6 +51,7 @@ def test_gpus_that_the_nodes_cannot_share_are_refused() -> None:
         lines_of(gpus=3, nodes=2)
 
 
+@pytest.mark.long
 def test_two_agents_that_follow_the_plan_give_the_bytes_of_one_machine(
     undisturbed: Project,  # noqa: F811
     tmp_path: Path,

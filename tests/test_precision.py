@@ -119,6 +119,7 @@ def test_a_cpu_that_dies_of_half_precision_is_found_out_before_training(
 
 
 @pytest.mark.skipif(not os.access("/usr/bin/g++", os.X_OK), reason="torch.compile needs a C++ compiler on CPU")
+@pytest.mark.long
 def test_a_compiled_network_trains_alike_and_keeps_its_names(tmp_path: Path) -> None:
     plain, compiled = small_network(batch_norm=True), small_network(batch_norm=True)
     for name in ("plain", "compiled"):

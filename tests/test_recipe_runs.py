@@ -164,6 +164,7 @@ def run_here(function: Callable[..., None], params: Params, instance: Instance, 
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_train = CASES[name][0]
     params = prepare_here(name, {}, tmp_path, monkeypatch)

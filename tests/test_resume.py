@@ -67,6 +67,7 @@ def snapshots(project: Project, stage: str) -> list[int]:
     return [int(name.stem.split("_")[1]) for name in names]
 
 
+@pytest.mark.long
 def test_a_pipeline_killed_again_and_again_goes_on_each_time_and_ends_in_the_same_bytes(
     undisturbed: Project, project: Project
 ) -> None:
@@ -116,6 +117,7 @@ def test_workers_train_at_the_same_time(undisturbed: Project) -> None:
     assert max(first.values()) < min(last.values())
 
 
+@pytest.mark.long
 def test_a_stage_under_torchrun_by_hand_gives_the_same_bytes(undisturbed: Project, tmp_path: Path) -> None:
     project = undisturbed.copy_to(tmp_path / "project")
     expected = project.bytes_of("checkpoints/phase1/model.safetensors")
