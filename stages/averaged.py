@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 
 from swap_pipeline.instances import Instance
-from swap_pipeline.launch import job_on_all_devices, run_one
+from swap_pipeline.launch import run_on_all_devices
 from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.ranks import run_stage
 from swap_pipeline.scratch import JobFolder
 
 
@@ -23,13 +23,7 @@ from swap_pipeline.scratch import JobFolder
 def main() -> None:
     params = read_params()
     instance = Instance(method="averaged")
-    if is_rank():
-        folder = job_of_rank(instance)
-        average_each_epoch(params, instance, folder)
-    else:
-        folder = run_one(job_on_all_devices(instance))
-    if collects():
-        folder.collect(instance)
+    run_on_all_devices(instance, be_a_rank=lambda folder: average_each_epoch(params, instance, folder))
 
 
 def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int) -> dict[Path, Instance]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import click
 
 from swap_pipeline.instances import Instance
-from swap_pipeline.launch import job_on_all_devices, run_one
+from swap_pipeline.launch import run_on_all_devices
 from swap_pipeline.params import Analysis, Params, read_params
-from swap_pipeline.ranks import chosen_section, collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.ranks import chosen_section, run_stage
 from swap_pipeline.scratch import JobFolder
 
 
@@ -22,13 +22,7 @@ def main() -> None:
     params = read_params()
     given: Analysis = chosen_section(params, "analysis")
     instance = Instance(method="landscape")
-    if is_rank():
-        folder = job_of_rank(instance)
-        compute_landscapes(params, given, instance, folder)
-    else:
-        folder = run_one(job_on_all_devices(instance))
-    if collects():
-        folder.collect(instance)
+    run_on_all_devices(instance, be_a_rank=lambda folder: compute_landscapes(params, given, instance, folder))
 
 
 def compute_landscapes(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:

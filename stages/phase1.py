@@ -10,9 +10,9 @@ from __future__ import annotations
 import click
 
 from swap_pipeline.instances import Instance
-from swap_pipeline.launch import job_on_all_devices, run_one
+from swap_pipeline.launch import run_on_all_devices
 from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import chosen_repeat, collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.ranks import chosen_repeat, run_stage
 from swap_pipeline.scratch import JobFolder
 
 
@@ -21,13 +21,11 @@ from swap_pipeline.scratch import JobFolder
 def main(repeat: str) -> None:
     params = read_params()
     instance = Instance(method="phase1", repeat=chosen_repeat(repeat, params.repeats))
-    if is_rank():
-        folder = job_of_rank(instance)
-        train_phase1(params, instance, folder)
-    else:
-        folder = run_one(job_on_all_devices(instance, batch_size=params.phase1.batch_size))
-    if collects():
-        folder.collect(instance)
+    run_on_all_devices(
+        instance,
+        be_a_rank=lambda folder: train_phase1(params, instance, folder),
+        batch_size=params.phase1.batch_size,
+    )
 
 
 def train_phase1(params: Params, instance: Instance, folder: JobFolder) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from swap_pipeline.instances import Instance
-from swap_pipeline.launch import job_on_all_devices, run_one
+from swap_pipeline.launch import run_on_all_devices
 from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import chosen_repeat, collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.ranks import chosen_repeat, is_rank, run_stage
 from swap_pipeline.scratch import JobFolder, remove_unlisted
 
 
@@ -23,17 +23,12 @@ from swap_pipeline.scratch import JobFolder, remove_unlisted
 def main(repeat: str) -> None:
     params = read_params()
     instance = Instance(method="phase3", repeat=chosen_repeat(repeat, params.repeats))
-    if is_rank():
-        folder = job_of_rank(instance)
-        average_workers(params, instance, folder)
-    else:
+    if not is_rank():
         # DVC hashes the whole folder of workers: one that is no longer listed must not be in it.
         worker = Instance(method="phase2", repeat=instance.repeat, seed=params.workers.seeds[0])
         for path in remove_unlisted(worker.checkpoints.parent, worker.record.parent, seeds=params.workers.seeds):
             click.echo(f"removed {path}: its seed is not in workers.seeds")
-        folder = run_one(job_on_all_devices(instance))
-    if collects():
-        folder.collect(instance)
+    run_on_all_devices(instance, be_a_rank=lambda folder: average_workers(params, instance, folder))
 
 
 def model_files(repeat: int, seeds: tuple[int, ...], cycles: int) -> dict[Path, Instance]:

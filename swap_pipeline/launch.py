@@ -25,7 +25,7 @@ from swap_pipeline.jobs import Job, Launcher, Machine, Work
 from swap_pipeline.local import Local
 from swap_pipeline.params import IntByEpoch, check_divisible
 from swap_pipeline.progress import Display
-from swap_pipeline.ranks import Interrupted
+from swap_pipeline.ranks import Interrupted, collects, is_rank, job_of_rank
 from swap_pipeline.sbatch import Sbatch
 from swap_pipeline.scratch import JobFolder, declared_stage, job_folder, unlisted_code
 from swap_pipeline.srun import Srun
@@ -227,6 +227,19 @@ def run_one(job: Job) -> JobFolder:
     if failures := run_jobs([job]):
         raise SwapError(failures[job.name])
     return job.folder
+
+
+def run_on_all_devices(
+    instance: Instance, *, be_a_rank: Callable[[JobFolder], None], batch_size: IntByEpoch | None = None
+) -> None:
+    """The whole of a stage with one job: this process is one of its ranks, or starts them; the result is collected."""
+    if is_rank():
+        folder = job_of_rank(instance)
+        be_a_rank(folder)
+    else:
+        folder = run_one(job_on_all_devices(instance, batch_size=batch_size))
+    if collects():
+        folder.collect(instance)
 
 
 def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[Instance], Job]) -> JobFolder:
