@@ -46,6 +46,8 @@ _OVER = {
 _LAG_SECONDS = 10
 """after which a finished job's files are to be seen on this machine too"""
 _PASSED_ON = ("DVC_ROOT", "SWAP_EVAL_BATCH", "SWAP_LOADERS", "SWAP_TIMEOUT_MINUTES")
+_MAX_COMMENT = 1000
+"""characters; Slurm refuses a job with more than 1,024"""
 
 
 class SilentControllerError(SwapError):
@@ -58,7 +60,7 @@ def _slurm(*command: str) -> str:
             f"{command[0]} is not on PATH: start this on a login node of the cluster, or SWAP_LAUNCHER=local"
         )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_outside_of_jobs())
     except subprocess.TimeoutExpired:
         raise SilentControllerError(f"{command[0]}: Slurm did not answer for 60 seconds") from None
     if done.returncode == 0:
@@ -67,6 +69,13 @@ def _slurm(*command: str) -> str:
     what = f"{command[0]}: {lines[-1] if lines else f'exit code {done.returncode}'}"
     silent = any("contact slurm controller" in line.lower() or "timed out" in line.lower() for line in lines)
     raise SilentControllerError(what) if silent else SwapError(what)
+
+
+def _outside_of_jobs() -> dict[str, str]:
+    """The environment without what Slurm says of a job that this launcher may be in, which a new job would take for its
+    own (number of restarts, place in an array), and without a user's filters for his looks at the queue."""
+    foreign = ("SLURM_", "SQUEUE_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign) or name == "SLURM_CONF"}
 
 
 @dataclass(frozen=True)
@@ -222,7 +231,7 @@ class Sbatch:
 
     def _command(self, jobs: Sequence[Job], tickets: Sequence[Ticket]) -> list[str]:
         job, ticket, cluster = jobs[0], tickets[0], self._cluster
-        log = str(ticket.log.resolve())
+        log = str(ticket.log.resolve()).replace("%", "%%")
         command = ["sbatch", "--parsable", f"--job-name={ticket.name}", f"--chdir={Path.cwd()}", "--requeue"]
         command += [f"--nodes={job.nodes}", "--ntasks-per-node=1"]
         command += [f"--cpus-per-task={job.processes_per_node * job.threads}"]
@@ -234,7 +243,7 @@ class Sbatch:
             command += [f"--array=0-{len(jobs) - 1}%{at_once}"]
             log = log.replace(f"{ticket.name}-0.log", f"{ticket.name}-%a.log")
         command += [f"--output={log}", "--open-mode=append", f"--signal=B:USR1@{cluster.signal_seconds}"]
-        command += [f"--comment={','.join(job.folder.path.name for job in jobs)}"]
+        command += [f"--comment={','.join(job.folder.path.name for job in jobs)[:_MAX_COMMENT]}"]
         options = cluster.options_of(job.instance.method)
         return command + [f"--{key}" if value is None else f"--{key}={value}" for key, value in options.items()]
 
@@ -304,7 +313,7 @@ def _script(jobs: Sequence[Job], command: Sequence[str]) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# Submitted with: {shlex.join(command)}",
+            f"# Submitted with: {' '.join(shlex.join(command).split())}",
             "trap '' USR1 TERM  # until Python listens",
             f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
             *passed_on,
