@@ -63,7 +63,7 @@ def _run(job: Job, signals: list[int]) -> int:
 
 
 def _requeue() -> bool:
-    """Back into the queue, unless Slurm is ending this job anyway: cancelled, or to be started again by Slurm itself."""
+    """Back into the queue, unless Slurm is ending this job anyway: cancelled, or about to be started again."""
     number = os.environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in os.environ:
         # The last task has the number of the whole array, by which all its tasks would start again.
