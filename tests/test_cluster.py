@@ -26,7 +26,7 @@ WORKER = Instance(method="phase2", seed=3)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder without a project, outside of any Slurm job; nothing is hashed."""
     for name in os.environ:
-        if name.startswith(("SLURM_", "SWAP_", "DVC_ROOT")):
+        if name.startswith(("SLURM", "SWAP_", "DVC_ROOT")):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(tmp_path / instance.stage))
@@ -55,6 +55,12 @@ def test_the_example_is_what_it_says() -> None:
     assert found.options_of("phase2") == {"partition": "gpu", "time": "04:00:00"}
 
 
+def test_a_stage_may_take_back_an_option_that_all_have() -> None:
+    found = cluster.parse({**example(), "sbatch": {"all": {"exclusive": True}, "phase2": {"exclusive": False}}})
+    assert found.options_of("phase1") == {"exclusive": None}
+    assert found.options_of("phase2") == {}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -65,6 +71,8 @@ def test_the_example_is_what_it_says() -> None:
         ({"sbatch": {"phase9": {}}}, "there is no sbatch.phase9"),
         ({"sbatch": {"all": {"gres": "gpu:8"}}}, "sbatch.all.gres may not be set: write gpus_per_node"),
         ({"sbatch": {"all": {"job_name": "x"}}}, "sbatch.all.job_name may not be set: remove it"),
+        ({"sbatch": {"all": {"clusters": "b"}}}, "sbatch.all.clusters may not be set: run `dvc repro` on a login node"),
+        ({"sbatch": {"all": {"test_only": True}}}, "sbatch.all.test_only may not be set: remove it, nothing would"),
         ({"sbatch": {"all": {"p": "gpu"}}}, "sbatch.all.p is not a long option of sbatch"),
         ({"sbatch": {"all": {"time": 720}}}, 'sbatch.all.time is 720: write it in quotes: "12:00:00"'),
         ({"sbatch": {"all": {"partition": ["a", "b"]}}}, "sbatch.all.partition is .*: write one value"),
@@ -81,6 +89,8 @@ def test_the_launcher_is_the_one_that_is_asked_for_or_at_hand(monkeypatch: pytes
     Path("cluster.yaml").touch()
     assert launcher_kind() == "sbatch"
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert launcher_kind() == "srun"  # `salloc --nodes=1 dvc repro`, which runs on the login node
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
     assert launcher_kind() == "local"
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert launcher_kind() == "srun"
@@ -89,6 +99,13 @@ def test_the_launcher_is_the_one_that_is_asked_for_or_at_hand(monkeypatch: pytes
     monkeypatch.setenv("SWAP_LAUNCHER", "ssh")
     with pytest.raises(SwapError, match="SWAP_LAUNCHER is 'ssh': choose local, srun or sbatch"):
         launcher_kind()
+
+
+def test_a_job_of_which_only_the_number_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    with pytest.raises(SwapError, match="SLURM_JOB_CPUS_PER_NODE is not: start this inside the job"):
+        this_machine()
 
 
 def test_a_launcher_that_there_is_no_place_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
