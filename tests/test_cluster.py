@@ -175,6 +175,7 @@ def test_gpus_that_were_asked_for_as_gres_are_found_in_the_job(words: str, gpus:
 @pytest.mark.usefixtures("allocation")
 def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")  # of the shell that `salloc` gave, no good for others
     job = job_on_all_devices(Instance(method="phase1"), batch_size=480)
     (command, variables), (again, others) = step(job), step(job)
     text = " ".join(command)
@@ -183,12 +184,14 @@ def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: 
     assert "--nnodes 2 --rdzv-backend c10d --rdzv-id 77." in text
     assert text.endswith("--nproc-per-node 8 -m stages.phase1")
     assert command != again
-    assert 20000 <= int(variables[PORT]) < 40000 and variables[PORT] != others[PORT]
-    assert "SLURM_NTASKS" not in variables and variables["SLURM_JOB_ID"] == "77"
+    assert 20000 <= int(variables[PORT]) < 32000 and variables[PORT] != others[PORT]
+    assert variables.keys().isdisjoint({"SLURM_NTASKS", "SLURM_CPU_BIND"}) and variables["SLURM_JOB_ID"] == "77"
 
     worker, _ = step(worker_job(WORKER, processes=2, batch_size=480), memory_share=0.25)
     assert "--nodes 1 --ntasks 1" in " ".join(worker) and "--mem 200000" in " ".join(worker)
     assert "--standalone" in worker
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all that a node has
+    assert "--mem" not in step(job, memory_share=0.25)[0]
 
 
 def test_a_job_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
