@@ -10,13 +10,16 @@ import pytest
 from conftest import ROOT
 from ruamel.yaml import YAML
 
-from swap_pipeline import cluster, launch
+from swap_pipeline import cluster, launch, ranks
+from swap_pipeline.environment import JOB
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.jobs import Job, Machine, load, save
 from swap_pipeline.launch import job_on_all_devices, launcher_kind, this_machine, worker_job
+from swap_pipeline.ranks import job_of_rank
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.srun import step
+from swap_pipeline.stopping import STOPPABLE
 from swap_pipeline.torchrun import PORT
 
 WORKER = Instance(method="phase2", seed=3)
@@ -192,6 +195,20 @@ def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: 
     assert "--standalone" in worker
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all that a node has
     assert "--mem" not in step(job, memory_share=0.25)[0]
+
+
+def test_a_rank_on_another_machine_gives_files_the_time_to_be_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = iter([tmp_path / "old", tmp_path / "old", tmp_path / "new"])
+    monkeypatch.setattr(ranks, "job_folder", lambda instance, **_: JobFolder(next(seen)))
+    monkeypatch.setattr(ranks, "_PAUSE_SECONDS", 0)
+    for name, value in {JOB: f"{tmp_path}/new", ranks.WORLD: "2", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SwapError, match="changed after the start"):
+        job_of_rank(WORKER)
+    monkeypatch.setenv(STOPPABLE, "1")
+    assert job_of_rank(WORKER) == JobFolder(tmp_path / "new")
 
 
 def test_a_job_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
