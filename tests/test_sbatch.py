@@ -1,4 +1,4 @@
-"""What the launcher on a login node makes of Slurm's answers, given here by small scripts; tests/slurm has a real one."""
+"""What the launcher on a login node makes of Slurm's answers, given by small scripts; tests/slurm has a real one."""
 
 from __future__ import annotations
 
