@@ -82,8 +82,8 @@ def _ask(*command: str) -> str | None:
     """What Slurm answers; None, with its word in the log, if it does not."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        print(f"{command[0]}: no answer for 60 seconds", flush=True)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{command[0]}: {error}", flush=True)
         return None
     return done.stdout if done.returncode == 0 else None
 
