@@ -1,7 +1,7 @@
 """python -m swap_pipeline.batch .swap/phase1/<fingerprint>
 
 What a submitted Slurm job runs: the ranks of one job, as its launcher described it in that folder. When the time is
-nearly up, it has them leave a snapshot and puts itself back into the queue.
+nearly up or its place is needed, it has them leave a snapshot and puts itself back into the queue.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from swap_pipeline.ranks import SAID, STOPPED
 from swap_pipeline.srun import step
 from swap_pipeline.stopping import STOP_FILE, STOPPABLE
 
+_ATTEMPTS = 20
+_PAUSE_SECONDS = 5
+
 
 def main() -> None:
     signals: list[int] = []
@@ -35,11 +38,11 @@ def main() -> None:
         print(f"restart {restarts} of at most {limit}", flush=True)
     code = _run(job, signals)
     was_stopped = any(job.folder.path.glob(f"{STOPPED}_*.txt"))
-    if signal.SIGUSR1 in signals and was_stopped and not job.folder.is_complete:
+    if was_stopped and not job.folder.is_complete:
         if restarts == limit:
             sys.exit(_give_up(job, limit))
-        subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
-        time.sleep(60)  # Slurm ends this process
+        if _requeue():
+            time.sleep(60)  # Slurm ends this process
     (job.folder.path / CODE_FILE).write_text(f"{code}\n")
     sys.exit(0 if job.folder.is_complete else code % 256 or 1)
 
@@ -57,6 +60,32 @@ def _run(job: Job, signals: list[int]) -> int:
             (folder / STOP_FILE).touch()
         time.sleep(0.1)
     return ranks.returncode
+
+
+def _requeue() -> bool:
+    """Back into the queue, unless Slurm is ending this job anyway: cancelled, or about to be started again."""
+    number = os.environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        # The last task has the number of the whole array, by which all its tasks would start again.
+        number = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    for _ in range(_ATTEMPTS):  # the controller may be away for a moment
+        state = _ask("squeue", "--noheader", "--jobs", number, "--format", "%T")
+        if state is not None and state.strip() != "RUNNING":
+            return False
+        if state is not None and _ask("scontrol", "requeue", number) is not None:
+            return True
+        time.sleep(_PAUSE_SECONDS)
+    return False
+
+
+def _ask(*command: str) -> str | None:
+    """What Slurm answers; None, with its word in the log, if it does not."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{command[0]}: {error}", flush=True)
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _give_up(job: Job, limit: int) -> int:

@@ -25,6 +25,7 @@ _OURS = {
     ),
     **dict.fromkeys(("cpus-per-task", "cpus-per-gpu", "mincpus"), "write cpus_per_node beside sbatch"),
     "signal": "write signal_seconds beside sbatch",
+    "clusters": "run `dvc repro` on a login node of that cluster",
     **dict.fromkeys(
         (
             *("array", "chdir", "comment", "dependency", "error", "input", "job-name", "kill-on-invalid-dep"),
@@ -33,6 +34,7 @@ _OURS = {
         ),
         "remove it, the launcher sets it",
     ),
+    **dict.fromkeys(("help", "test-only", "usage", "version"), "remove it, nothing would be submitted"),
 }
 
 
@@ -46,10 +48,11 @@ class Cluster:
     max_requeues: int
     signal_seconds: int
     options: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """of sbatch, by stage; `all` for every stage; an option without a value has None"""
+    """of sbatch, by stage; `all` for every stage; an option without a value has None, one taken back is empty"""
 
     def options_of(self, stage: str) -> dict[str, str | None]:
-        return {**self.options.get("all", {}), **self.options.get(stage, {})}
+        both = {**self.options.get("all", {}), **self.options.get(stage, {})}
+        return {name: value for name, value in both.items() if value != ""}
 
 
 def file() -> Path:
@@ -112,7 +115,7 @@ def _options(sections: Any) -> dict[str, dict[str, str | None]]:
         if not isinstance(options or {}, dict):
             raise _wrong(f"sbatch.{section}", options, "write options of sbatch, as in partition: gpu")
         checked[section] = dict(_option(section, *pair) for pair in (options or {}).items())
-    return {section: {k: v for k, v in options.items() if v != ""} for section, options in checked.items()}
+    return checked
 
 
 def _option(section: str, key: Any, value: Any) -> tuple[str, str | None]:
@@ -124,6 +127,8 @@ def _option(section: str, key: Any, value: Any) -> tuple[str, str | None]:
         raise SwapError(f"cluster.yaml: {where} may not be set: {_OURS[name]}")
     if value is True or value is None:
         return name, None
+    if value is False:
+        return name, ""
     if name == "time" and isinstance(value, int):
         # 12:00:00 without quotes is a number to some readers of YAML, and minutes to sbatch.
         raise _wrong(where, value, 'write it in quotes: "12:00:00"')
@@ -158,10 +163,21 @@ def allocation() -> Machine:
         )
     nodes, gpus = num_allocated_nodes(), _gpus_on_node()
     # `4(x2),2`: two nodes with 4 cores each and one with 2
-    cores = min(int(part.partition("(")[0]) for part in os.environ["SLURM_JOB_CPUS_PER_NODE"].split(","))
+    cores = min(int(part.partition("(")[0]) for part in _of_the_job("SLURM_JOB_CPUS_PER_NODE").split(","))
     device_type = environment.device_type(has_gpu=bool(gpus))
     count = gpus if device_type == "cuda" else cores
     return Machine(device_type=device_type, devices=tuple(map(str, range(count))), cores=cores, nodes=nodes)
+
+
+def _of_the_job(name: str) -> str:
+    if name not in os.environ:
+        raise SwapError(f"SLURM_JOB_ID is set, but {name} is not: start this inside the job, with salloc or sbatch")
+    return os.environ[name]
+
+
+def is_on_allocated_node() -> bool:
+    """Whether this process is on a node of its Slurm job; `salloc` runs what it is given where it was called."""
+    return "SLURMD_NODENAME" in os.environ
 
 
 def _gpus_on_node() -> int:

@@ -210,6 +210,8 @@ def _how_it_ended(job: Job, code: int) -> str:
     if silent and any(text.startswith("waited") for text in lost.values()):
         who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
         return f"was ended: {who} did not answer for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES)"
+    if any(folder.glob(f"{STOPPED}_*.txt")):
+        return "was asked to end, and has left a snapshot"
     log = folder / STDERR_FILE
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     if first := re.search(r"Root Cause.*?\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", text, re.DOTALL):

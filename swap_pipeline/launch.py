@@ -34,13 +34,13 @@ from swap_pipeline.srun import Srun
 def launcher_kind() -> str:
     """`local`, `srun` or `sbatch`: SWAP_LAUNCHER, or what is at hand.
 
-    Inside a Slurm allocation of several nodes, its nodes; outside of one, the cluster if a `cluster.yaml` describes it;
-    else this machine.
+    Inside a Slurm allocation its nodes, unless this machine is the only one; outside of one, the cluster if a
+    `cluster.yaml` describes it; else this machine.
     """
     if (wanted := environment.launcher()) is not None:
         return wanted
     if "SLURM_JOB_ID" in os.environ:
-        return "srun" if cluster.num_allocated_nodes() > 1 else "local"
+        return "local" if cluster.num_allocated_nodes() == 1 and cluster.is_on_allocated_node() else "srun"
     return "sbatch" if cluster.file().exists() else "local"
 
 

@@ -19,7 +19,7 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.params import Params
 from swap_pipeline.scratch import JobFolder, job_folder
-from swap_pipeline.stopping import Stopped
+from swap_pipeline.stopping import STOPPABLE, Stopped
 
 PARENT = "SWAP_PARENT_PID"
 WORLD = "SWAP_WORLD_SIZE"
@@ -28,6 +28,8 @@ SAID, LOST, STOPPED = "error", "lost", "stopped"
 """What a rank leaves for the launcher in a file of that name: an error of its own, that others are gone, or that it was
 asked to end and has left a snapshot."""
 _STARTED_BY = os.getppid()
+_LAG_SECONDS = 60
+_PAUSE_SECONDS = 5
 
 
 class Interrupted(BaseException):
@@ -69,15 +71,28 @@ def job_of_rank(instance: Instance) -> JobFolder:
         raise SwapError(f"{instance.name}: {meant} ranks were meant to start, but they are {found}: they did not meet")
     import torch
 
-    folder = job_folder(
-        instance,
-        device_type=device_type(has_gpu=torch.cuda.is_available()),
-        processes=int(os.environ["WORLD_SIZE"]),
-        threads=torch.get_num_threads(),
-    )
-    if JOB in os.environ and Path(os.environ[JOB]).name != folder.path.name:
-        raise SwapError(f"{instance.name}: params.yaml or a dependency changed after the start: run `dvc repro` again")
-    return JobFolder(Path(os.environ[JOB])) if JOB in os.environ else folder
+    device = device_type(has_gpu=torch.cuda.is_available())
+    # On another machine than the launcher's, files may be seen late as they are now.
+    deadline = time.monotonic() + (_LAG_SECONDS if STOPPABLE in os.environ else 0)
+    while True:
+        try:
+            folder = job_folder(
+                instance,
+                device_type=device,
+                processes=int(os.environ["WORLD_SIZE"]),
+                threads=torch.get_num_threads(),
+            )
+            if JOB not in os.environ:
+                return folder
+            if Path(os.environ[JOB]).name == folder.path.name:
+                return JobFolder(Path(os.environ[JOB]))
+            raise SwapError(
+                f"{instance.name}: params.yaml or a dependency changed after the start: run `dvc repro` again"
+            )
+        except (SwapError, OSError):
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_PAUSE_SECONDS)
 
 
 def collects() -> bool:

@@ -43,9 +43,13 @@ _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
-_LAG_SECONDS = 10
-"""after which a finished job's files are to be seen on this machine too"""
+_LAG_SECONDS = 60
+"""after which a finished job's files are to be seen here too; NFS may remember so long that there are none"""
+_PLACE_SECONDS = 60
+"""after which the place in the queue is looked up again"""
 _PASSED_ON = ("DVC_ROOT", "SWAP_EVAL_BATCH", "SWAP_LOADERS", "SWAP_TIMEOUT_MINUTES")
+_MAX_COMMENT = 1000
+"""characters; Slurm refuses a job with more than 1,024"""
 
 
 class SilentControllerError(SwapError):
@@ -58,7 +62,7 @@ def _slurm(*command: str) -> str:
             f"{command[0]} is not on PATH: start this on a login node of the cluster, or SWAP_LAUNCHER=local"
         )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_outside_of_jobs())
     except subprocess.TimeoutExpired:
         raise SilentControllerError(f"{command[0]}: Slurm did not answer for 60 seconds") from None
     if done.returncode == 0:
@@ -67,6 +71,13 @@ def _slurm(*command: str) -> str:
     what = f"{command[0]}: {lines[-1] if lines else f'exit code {done.returncode}'}"
     silent = any("contact slurm controller" in line.lower() or "timed out" in line.lower() for line in lines)
     raise SilentControllerError(what) if silent else SwapError(what)
+
+
+def _outside_of_jobs() -> dict[str, str]:
+    """The environment without what Slurm says of a job that this launcher may be in, which a new job would take for its
+    own (number of restarts, place in an array), and without a user's filters for his looks at the queue."""
+    foreign = ("SLURM_", "SQUEUE_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign) or name == "SLURM_CONF"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,7 @@ class Queue:
         began = time.monotonic()
         try:
             found = self.look(names)
-        except SilentControllerError as error:
+        except SwapError as error:  # whatever it is: nobody is to lose a night for one bad answer
             self._silent_since = self._silent_since or began
             display.say_once(f"{error}: waiting for it to come back; jobs that run go on meanwhile")
             if began - self._silent_since > 60 * environment.timeout_minutes():
@@ -159,6 +170,7 @@ class Sbatch:
         self._queue = Queue()
         self._at_work: list[Submitted] = []
         self._said = ""
+        self._waits, self._next_place = False, 0.0
 
     def start(self, jobs: Sequence[Job], *, room: int, display: Display) -> list[Submitted]:
         """All of the jobs at once: it is for Slurm to say when each of them has its turn."""
@@ -178,9 +190,9 @@ class Sbatch:
     def _find(self, claimed: Sequence[tuple[Job, Lock]], display: Display) -> list[Submitted]:
         """Those that an earlier launcher submitted and that are not over."""
         tickets = {job: ticket for job, _ in claimed if (ticket := _ticket_in(job.folder.path))}
-        states = self._queue.look({ticket.name for ticket in tickets.values()})
+        states = self._settled({ticket.name for ticket in tickets.values()}, display)
         alive = [
-            Submitted(job, lock, tickets[job], self._queue)
+            Submitted(job, lock, tickets[job], self._queue, state.id)
             for job, lock in claimed
             if job in tickets and (state := states.get(tickets[job])) and state.word not in _OVER
         ]
@@ -191,6 +203,22 @@ class Sbatch:
             )
         self._queue.states |= states
         return alive
+
+    def _settled(self, names: Collection[str], display: Display) -> dict[Ticket, State]:
+        """What has become of jobs of these names; of one that is ending, whether it comes back."""
+        deadline = time.monotonic() + _LAG_SECONDS
+        while True:
+            try:
+                states = self._queue.look(names)
+            except SwapError as error:
+                raise type(error)(
+                    f"{error}: nothing is lost, `dvc repro` finds the jobs when Slurm answers again"
+                ) from None
+            ending = [state.id for state in states.values() if state.word == "COMPLETING"]
+            if not ending or time.monotonic() > deadline:
+                return states
+            display.say_once(f"waiting for the end of Slurm job {', '.join(ending)}")
+            time.sleep(1)
 
     def _submit(self, group: Sequence[tuple[Job, Lock]], display: Display) -> list[Submitted]:
         jobs = [job for job, _ in group]
@@ -218,11 +246,14 @@ class Sbatch:
             ) from None
         what = jobs[0].name if len(jobs) == 1 else f"{len(jobs)} × {jobs[0].instance.method}"
         display.say(f"{what}: submitted as Slurm job {number}")
-        return [Submitted(job, lock, ticket, self._queue) for (job, lock), ticket in zip(group, tickets, strict=True)]
+        return [
+            Submitted(job, lock, ticket, self._queue, number if ticket.index is None else f"{number}_{ticket.index}")
+            for (job, lock), ticket in zip(group, tickets, strict=True)
+        ]
 
     def _command(self, jobs: Sequence[Job], tickets: Sequence[Ticket]) -> list[str]:
         job, ticket, cluster = jobs[0], tickets[0], self._cluster
-        log = str(ticket.log.resolve())
+        log = str(ticket.log.resolve()).replace("%", "%%")
         command = ["sbatch", "--parsable", f"--job-name={ticket.name}", f"--chdir={Path.cwd()}", "--requeue"]
         command += [f"--nodes={job.nodes}", "--ntasks-per-node=1"]
         command += [f"--cpus-per-task={job.processes_per_node * job.threads}"]
@@ -234,13 +265,14 @@ class Sbatch:
             command += [f"--array=0-{len(jobs) - 1}%{at_once}"]
             log = log.replace(f"{ticket.name}-0.log", f"{ticket.name}-%a.log")
         command += [f"--output={log}", "--open-mode=append", f"--signal=B:USR1@{cluster.signal_seconds}"]
-        command += [f"--comment={','.join(job.folder.path.name for job in jobs)}"]
+        command += [f"--comment={','.join(job.folder.path.name for job in jobs)[:_MAX_COMMENT]}"]
         options = cluster.options_of(job.instance.method)
         return command + [f"--{key}" if value is None else f"--{key}={value}" for key, value in options.items()]
 
     def watch(self, display: Display) -> None:
         self._at_work = [work for work in self._at_work if not work.released]
-        if not self._queue.refresh({work.ticket.name for work in self._at_work}, display):
+        changed = self._queue.refresh({work.ticket.name for work in self._at_work}, display)
+        if not changed and not (self._waits and time.monotonic() > self._next_place):
             return
         words: dict[str, list[str]] = {}
         waiting = []
@@ -250,30 +282,35 @@ class Sbatch:
                 if state.word == "PENDING":
                     waiting.append(state)
                 display.mark(work.job.name, f"{state.word.lower()} ({state.reason})")
+        self._waits, self._next_place = bool(waiting), time.monotonic() + _PLACE_SECONDS
         line = ", ".join(f"{len(ids)} {word}" for word, ids in sorted(words.items(), reverse=True))
+        if waiting:
+            reasons = ", ".join(sorted({state.reason for state in waiting}))
+            try:
+                line += f" ({reasons}; {self._queue.place(waiting)})"
+            except SwapError:
+                line += f" ({reasons})"
         if line and line != self._said:
             self._said = line
-            place = ""
-            if waiting:
-                reasons = ", ".join(sorted({state.reason for state in waiting}))
-                try:
-                    place = f" ({reasons}; {self._queue.place(waiting)})"
-                except SilentControllerError:
-                    place = f" ({reasons})"
-            display.say(f"Slurm jobs of {self._at_work[0].job.instance.method}: {line}{place}")
+            display.say(f"Slurm jobs of {self._at_work[0].job.instance.method}: {line}")
 
     def interrupted(self, number: int, display: Display) -> str:
         """Ctrl-C at a terminal asks; whatever else ends the launcher leaves the jobs alone."""
-        ids = ", ".join(work.state.id if work.state else work.ticket.name for work in self._at_work) or "none"
+        numbers = [work.number for work in self._at_work if not work.released]
+        if not numbers:
+            return "interrupted: no Slurm job is at work"
+        ids = ", ".join(numbers)
         try:
             wanted = number == signal.SIGINT and display.agrees(f"Cancel the Slurm jobs {ids}?")
         except Interrupted:
             wanted = False
-        for work in self._at_work:
-            work.to_cancel = wanted
-        if wanted:
-            return "interrupted, jobs cancelled: `dvc repro` submits them again and goes on from their last snapshots"
-        return f"interrupted: Slurm jobs {ids} go on, `dvc repro` finds them again; `scancel` ends them"
+        if not wanted:
+            return f"interrupted: Slurm jobs {ids} go on, `dvc repro` finds them again; `scancel` ends them"
+        try:
+            _slurm("scancel", *numbers)
+        except SwapError as error:
+            return f"interrupted, but not cancelled ({error}): Slurm jobs {ids} go on, `dvc repro` finds them again"
+        return "interrupted, jobs cancelled: `dvc repro` submits them again and goes on from their last snapshots"
 
 
 def _shape(job: Job) -> tuple[object, ...]:
@@ -304,7 +341,7 @@ def _script(jobs: Sequence[Job], command: Sequence[str]) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# Submitted with: {shlex.join(command)}",
+            f"# Submitted with: {' '.join(shlex.join(command).split())}",
             "trap '' USR1 TERM  # until Python listens",
             f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
             *passed_on,
@@ -320,11 +357,11 @@ def _script(jobs: Sequence[Job], command: Sequence[str]) -> str:
 class Submitted:
     """A job in Slurm's hands."""
 
-    def __init__(self, job: Job, lock: Lock, ticket: Ticket, queue: Queue) -> None:
+    def __init__(self, job: Job, lock: Lock, ticket: Ticket, queue: Queue, number: str) -> None:
         self.job = job
         self.ticket = ticket
+        self.number = number
         self.released = False
-        self.to_cancel = False
         self._lock = lock
         self._queue = queue
         self._began = time.monotonic()
@@ -345,17 +382,18 @@ class Submitted:
             self._over_since = None
             return False
         self._over_since = self._over_since or time.monotonic()
-        failed = now is not None and now.word != "COMPLETED"
         # Where several machines share files, one sees late what another has written.
-        return failed or time.monotonic() - self._over_since > _LAG_SECONDS
+        last_word = (self.job.folder.path / CODE_FILE).exists() or (now and now.word not in ("COMPLETED", "FAILED"))
+        return bool(last_word) or time.monotonic() - self._over_since > _LAG_SECONDS
 
     def failure(self) -> Failure | None:
         job, state = self.job, self.state
         if job.folder.is_complete:
             self.ticket.log.unlink(missing_ok=True)
             return None
-        number, word = (state.id, state.word) if state else ("?", "forgotten")
-        logs = f"logs: {job.folder.path / STDERR_FILE} and {self.ticket.log}"
+        number, word = self.number, state.word if state else "forgotten"
+        there = [str(log) for log in (job.folder.path / STDERR_FILE, self.ticket.log) if log.exists()]
+        logs = f"logs: {' and '.join(there) or 'none'}"
         if word == "CANCELLED":
             again = "`dvc repro` submits it again and goes on from its last snapshot"
             return Failure(f"{job.name}: its Slurm job {number} was cancelled: {again}", may_pass=False)
@@ -376,8 +414,7 @@ class Submitted:
         return Failure(f"{text}\n{logs} (Slurm job {number})", failure.may_pass)
 
     def ask_to_end(self) -> None:
-        if self.to_cancel and self.state:
-            _slurm("scancel", self.state.id)
+        """It is for the user to say; see `Sbatch.interrupted`."""
 
     def end(self) -> None:
         self.release()

@@ -7,41 +7,53 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Sequence
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.jobs import Job, claim, forget_last_attempt, variables
+from swap_pipeline.jobs import STDERR_FILE, Job, claim, forget_last_attempt, tail, variables
 from swap_pipeline.local import Running
-from swap_pipeline.progress import Display
+from swap_pipeline.progress import PROGRESS_FILE, Display
 from swap_pipeline.stopping import STOP_FILE, STOPPABLE
 from swap_pipeline.torchrun import PORT
 
-# `srun` takes these for its own options, but they describe the allocation, not a step.
+# `srun` takes these for its own options, but they describe the allocation, or the step that a shell of `salloc` is.
 _OF_THE_ALLOCATION = (
     "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
+    "SLURM_CPU_BIND",
     "SLURM_DISTRIBUTION",
     "SLURM_EXACT",
     "SLURM_EXPORT_ENV",
     "SLURM_GPUS",
     "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_SOCKET",
     "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
     "SLURM_GRES",
     "SLURM_JOB_NUM_NODES",
+    "SLURM_MEM_BIND",
     "SLURM_NNODES",
     "SLURM_NPROCS",
     "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_GPU",
     "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_OVERLAP",
     "SLURM_TASKS_PER_NODE",
     "SLURM_TRES_PER_TASK",
     "CUDA_VISIBLE_DEVICES",  # Slurm sets it for each step
 )
+_NO_STEP = 0xFFFFFFF0
+"""from here on, numbers mean batch scripts, shells of `salloc` and the like"""
 
 
 def step(job: Job, *, memory_share: float | None = None) -> tuple[list[str], dict[str, str]]:
@@ -51,12 +63,13 @@ def step(job: Job, *, memory_share: float | None = None) -> tuple[list[str], dic
     inherited = {name: value for name, value in os.environ.items() if name not in _OF_THE_ALLOCATION}
     nodes, per_node = str(job.nodes), job.processes_per_node
     command = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--exact", "--kill-on-bad-exit=1"]
-    command += ["--cpus-per-task", str(per_node * job.threads), "--job-name", job.instance.stage_name]
+    command += ["--cpus-per-task", str(per_node * job.threads), "--job-name", job.instance.stage_name, "--export=ALL"]
     if job.device_type == "cuda":
         command += ["--gpus-per-node", str(per_node)]
-    if memory_share is not None and os.environ.get("SLURM_MEM_PER_NODE", "").isdecimal():
+    memory = os.environ.get("SLURM_MEM_PER_NODE", "")
+    if memory_share is not None and memory.isdecimal() and int(memory):
         # A step takes the memory of the whole allocation if nothing is said, and leaves none for those beside it.
-        command += ["--mem", str(max(1, int(int(os.environ["SLURM_MEM_PER_NODE"]) * memory_share)))]
+        command += ["--mem", str(max(1, int(int(memory) * memory_share)))]
     extra = {**variables(job, parent=0), STOPPABLE: "1"}
     python = [sys.executable, "-m"]
     if job.processes == 1:
@@ -74,7 +87,7 @@ def step(job: Job, *, memory_share: float | None = None) -> tuple[list[str], dic
         # Unlike any other step's, also an earlier one of the same job, whose processes may not be gone yet.
         meeting = f"{os.environ['SLURM_JOB_ID']}.{job.folder.path.name}.{secrets.token_hex(4)}"
         torchrun += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", meeting]
-        extra[PORT] = str(20000 + zlib.crc32(meeting.encode()) % 20000)
+        extra[PORT] = str(20000 + zlib.crc32(meeting.encode()) % 12000)  # below those that Linux gives out by itself
     torchrun += ["--nproc-per-node", str(per_node), "-m", *job.instance.command]
     return [*command, *torchrun], {**inherited, **extra}
 
@@ -86,6 +99,7 @@ class Srun:
 
     def __init__(self, devices_per_node: int) -> None:
         self._devices_per_node = devices_per_node
+        self._at_work: list[Step] = []
 
     def start(self, jobs: Sequence[Job], *, room: int, display: Display) -> list[Step]:
         started: list[Step] = []
@@ -94,17 +108,43 @@ class Srun:
                 forget_last_attempt(job)
                 share = min(1.0, job.num_devices / job.nodes / self._devices_per_node)
                 started.append(Step(job, *step(job, memory_share=share), [own]))
+        self._at_work += started
         return started
 
     def watch(self, display: Display) -> None:
-        """The steps' `srun`s are children of this process: nothing to look up."""
+        """The steps' `srun`s are children of this process; what they say of steps that have to wait is passed on."""
+        self._at_work = [work for work in self._at_work if not work.is_over()]
+        for work in self._at_work:
+            if why := work.waits_for():
+                display.say_once(f"{work.job.name}: waiting for a place in the allocation ({why}){_hint()}")
 
     def interrupted(self, number: int, display: Display) -> str:
         return "interrupted: `dvc repro` goes on from the last snapshot"
 
 
+def _hint() -> str:
+    inside = os.environ.get("SLURM_STEP_ID", "")
+    if not inside.isdecimal() or int(inside) >= _NO_STEP:
+        return ""
+    return "; this shell is itself a step of the job (srun --pty): if nothing starts, use salloc or sbatch instead"
+
+
 class Step(Running):
     """A job step, by way of its `srun`."""
+
+    _has_begun = False
+    _next_look = 0.0
+
+    def waits_for(self) -> str:
+        """Why Slurm has not started it yet, as `srun` says; empty if it has, or if nothing is known."""
+        folder = self.job.folder.path
+        if self._has_begun or time.monotonic() < self._next_look:
+            return ""
+        self._next_look = time.monotonic() + 1
+        self._has_begun = (folder / PROGRESS_FILE).exists()
+        last = next(reversed(tail(folder / STDERR_FILE)), "")
+        found = re.search(r"step creation (?:temporarily|still) disabled, retrying \((.*)\)", last)
+        return found[1] if found and not self._has_begun else ""
 
     def ask_to_end(self) -> None:
         """A signal to `srun` would end the tasks at once; a word to the ranks lets them keep what they have."""

@@ -20,6 +20,9 @@ def main() -> None:
     os.environ[PARENT] = str(os.getpid())  # the one that the ranks are to die with
     if PORT in os.environ:
         sys.argv[1:1] = ["--rdzv-endpoint", f"{_first_host_of_step()}:{os.environ[PORT]}"]
+        if "SLURMD_NODENAME" in os.environ:
+            # By which name the others find this node; torchrun would take the one in full, which may not lead anywhere.
+            sys.argv[1:1] = ["--local-addr", os.environ["SLURMD_NODENAME"]]
     from torch.distributed.run import main as torchrun
 
     torchrun()

@@ -10,13 +10,16 @@ import pytest
 from conftest import ROOT
 from ruamel.yaml import YAML
 
-from swap_pipeline import cluster, launch
+from swap_pipeline import cluster, launch, ranks
+from swap_pipeline.environment import JOB
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.jobs import Job, Machine, load, save
 from swap_pipeline.launch import job_on_all_devices, launcher_kind, this_machine, worker_job
+from swap_pipeline.ranks import job_of_rank
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.srun import step
+from swap_pipeline.stopping import STOPPABLE
 from swap_pipeline.torchrun import PORT
 
 WORKER = Instance(method="phase2", seed=3)
@@ -26,7 +29,7 @@ WORKER = Instance(method="phase2", seed=3)
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder without a project, outside of any Slurm job; nothing is hashed."""
     for name in os.environ:
-        if name.startswith(("SLURM_", "SWAP_", "DVC_ROOT")):
+        if name.startswith(("SLURM", "SWAP_", "DVC_ROOT")):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(tmp_path / instance.stage))
@@ -55,6 +58,12 @@ def test_the_example_is_what_it_says() -> None:
     assert found.options_of("phase2") == {"partition": "gpu", "time": "04:00:00"}
 
 
+def test_a_stage_may_take_back_an_option_that_all_have() -> None:
+    found = cluster.parse({**example(), "sbatch": {"all": {"exclusive": True}, "phase2": {"exclusive": False}}})
+    assert found.options_of("phase1") == {"exclusive": None}
+    assert found.options_of("phase2") == {}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -65,6 +74,8 @@ def test_the_example_is_what_it_says() -> None:
         ({"sbatch": {"phase9": {}}}, "there is no sbatch.phase9"),
         ({"sbatch": {"all": {"gres": "gpu:8"}}}, "sbatch.all.gres may not be set: write gpus_per_node"),
         ({"sbatch": {"all": {"job_name": "x"}}}, "sbatch.all.job_name may not be set: remove it"),
+        ({"sbatch": {"all": {"clusters": "b"}}}, "sbatch.all.clusters may not be set: run `dvc repro` on a login node"),
+        ({"sbatch": {"all": {"test_only": True}}}, "sbatch.all.test_only may not be set: remove it, nothing would"),
         ({"sbatch": {"all": {"p": "gpu"}}}, "sbatch.all.p is not a long option of sbatch"),
         ({"sbatch": {"all": {"time": 720}}}, 'sbatch.all.time is 720: write it in quotes: "12:00:00"'),
         ({"sbatch": {"all": {"partition": ["a", "b"]}}}, "sbatch.all.partition is .*: write one value"),
@@ -81,6 +92,8 @@ def test_the_launcher_is_the_one_that_is_asked_for_or_at_hand(monkeypatch: pytes
     Path("cluster.yaml").touch()
     assert launcher_kind() == "sbatch"
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert launcher_kind() == "srun"  # `salloc --nodes=1 dvc repro`, which runs on the login node
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
     assert launcher_kind() == "local"
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert launcher_kind() == "srun"
@@ -89,6 +102,13 @@ def test_the_launcher_is_the_one_that_is_asked_for_or_at_hand(monkeypatch: pytes
     monkeypatch.setenv("SWAP_LAUNCHER", "ssh")
     with pytest.raises(SwapError, match="SWAP_LAUNCHER is 'ssh': choose local, srun or sbatch"):
         launcher_kind()
+
+
+def test_a_job_of_which_only_the_number_is_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    with pytest.raises(SwapError, match="SLURM_JOB_CPUS_PER_NODE is not: start this inside the job"):
+        this_machine()
 
 
 def test_a_launcher_that_there_is_no_place_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +178,7 @@ def test_gpus_that_were_asked_for_as_gres_are_found_in_the_job(words: str, gpus:
 @pytest.mark.usefixtures("allocation")
 def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")  # of the shell that `salloc` gave, no good for others
     job = job_on_all_devices(Instance(method="phase1"), batch_size=480)
     (command, variables), (again, others) = step(job), step(job)
     text = " ".join(command)
@@ -166,12 +187,28 @@ def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: 
     assert "--nnodes 2 --rdzv-backend c10d --rdzv-id 77." in text
     assert text.endswith("--nproc-per-node 8 -m stages.phase1")
     assert command != again
-    assert 20000 <= int(variables[PORT]) < 40000 and variables[PORT] != others[PORT]
-    assert "SLURM_NTASKS" not in variables and variables["SLURM_JOB_ID"] == "77"
+    assert 20000 <= int(variables[PORT]) < 32000 and variables[PORT] != others[PORT]
+    assert variables.keys().isdisjoint({"SLURM_NTASKS", "SLURM_CPU_BIND"}) and variables["SLURM_JOB_ID"] == "77"
 
     worker, _ = step(worker_job(WORKER, processes=2, batch_size=480), memory_share=0.25)
     assert "--nodes 1 --ntasks 1" in " ".join(worker) and "--mem 200000" in " ".join(worker)
     assert "--standalone" in worker
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all that a node has
+    assert "--mem" not in step(job, memory_share=0.25)[0]
+
+
+def test_a_rank_on_another_machine_gives_files_the_time_to_be_seen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = iter([tmp_path / "old", tmp_path / "old", tmp_path / "new"])
+    monkeypatch.setattr(ranks, "job_folder", lambda instance, **_: JobFolder(next(seen)))
+    monkeypatch.setattr(ranks, "_PAUSE_SECONDS", 0)
+    for name, value in {JOB: f"{tmp_path}/new", ranks.WORLD: "2", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SwapError, match="changed after the start"):
+        job_of_rank(WORKER)
+    monkeypatch.setenv(STOPPABLE, "1")
+    assert job_of_rank(WORKER) == JobFolder(tmp_path / "new")
 
 
 def test_a_job_is_the_same_after_it_was_saved(tmp_path: Path) -> None:

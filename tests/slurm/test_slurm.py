@@ -182,6 +182,23 @@ def test_phase_1_goes_on_where_it_was_when_it_is_requeued_and_when_its_time_is_n
     assert model(untrained, "phase1") == model(reference, "phase1")
 
 
+def test_a_worker_that_is_asked_to_go_leaves_the_others_of_its_array_alone(
+    reference: Project, with_phase1: Project, cluster: Cluster
+) -> None:
+    launcher = start_stage(with_phase1, "stages.phase2", "--seed", "0", DVC_STAGE="phase2@0")
+    wait_until(lambda: len({path.parent for path in with_phase1.root.glob(".swap/phase2/*/snapshot_*")}) == 2)
+    tasks = [line.split() for line in cluster.run("squeue", "-h", "-r", "-t", "RUNNING", "-o", "%A %F %i").splitlines()]
+    (named_like_the_array,) = [task for number, array, task in tasks if number == array]
+    cluster.run("scancel", "--batch", "--signal=TERM", named_like_the_array)  # as Slurm may do before it preempts
+
+    output = finish(launcher)
+
+    assert output.count("going on after") == 1
+    finish(start_stage(with_phase1, "stages.phase2", "--seed", "1"))
+    for phase in ("phase2/seed_0", "phase2/seed_1"):
+        assert model(with_phase1, phase) == model(reference, phase), phase
+
+
 def test_a_job_that_is_requeued_too_often_gives_up_and_says_so(untrained: Project, cluster: Cluster) -> None:
     (untrained.root / "cluster.yaml").write_text(f"max_requeues: 0\n{CLUSTER}")
     launcher = start_stage(untrained, "stages.phase1")
