@@ -315,7 +315,8 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                     elif failure:
                         failures[work.job.name] = failure.text
                         if len(jobs) > 1:
-                            display.say(f"{work.job.name}: {failure.text.splitlines()[0]}")
+                            first = failure.text.splitlines()[0]
+                            display.say(first if first.startswith(work.job.name) else f"{work.job.name}: {first}")
                 place.watch(display)
                 display.refresh()
                 if waiting or running:
