@@ -3,7 +3,8 @@
 Each should be a straight line. What is reported is R² of the line of least squares and the slope between the last two
 points as a multiple of that line's. All points are in results.json and drawn in docs/figures/growth.svg.
 
-- averaging: `average_files` in a fresh process each time, files in the page cache.
+- averaging: `average_files`, files in the page cache; its peak memory, in a fresh process each, stands in results.json
+  and does not grow with W.
 - phase 2: the launcher's whole time for W workers, start-up and result included, on all cores: with two cores, two
   workers at a time.
 - data order: `draw_epoch`, with crops and flips, for up to 10 million images; prepare: the index of so many image
@@ -18,12 +19,13 @@ import functools
 import gc
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import averaging, phase2
-from benchmarks.children import ROOT, call
+from benchmarks.children import ROOT, call, say
 from benchmarks.harness import Sample, interleaved, straight
 from benchmarks.made_up import write_models
 from benchmarks.options import Options
@@ -69,45 +71,48 @@ def _row(name: str, what: str, against: str, per: float, points: dict[float, Sam
     )
 
 
-def _in_turns(
-    options: Options, sizes: Sequence[int], seconds: Callable[[int], float], *, rounds: int | None = None
-) -> dict[float, Sample]:
-    measures = {str(size): functools.partial(seconds, size) for size in sizes}
-    found = interleaved(measures, rounds=rounds or options.rounds, warm_up=options.sized(1, 0), say=options.say)
-    return {float(size): sample for size, sample in found.items()}
-
-
 def _averaging(options: Options) -> Iterator[Row]:
     folder = options.scratch / "growth_models"
     num_bytes = options.sized(40, 1) * _MB
     counts = [1, 2, 4, 8, 16, 32][: options.sized(6, 3)]
     paths = write_models(folder, number=counts[-1], num_bytes=num_bytes)
-    memory: dict[int, list[float]] = {count: [] for count in counts}
-
-    def of_files(count: int) -> float:
-        found = averaging.fresh("ours", paths[:count], threads=options.cores)
-        memory[count].append(found["peak"] / _MB)
-        return float(found["seconds"])
-
-    points = _in_turns(options, counts, of_files)
+    points = _averages(options, {count: paths[:count] for count in counts})
     row = _row("averaging_files", f"averaging W files of {num_bytes // _MB} MB", "files", 1, points)
-    peaks = {str(count): max(values) for count, values in memory.items()}
-    yield Row(**{**row.__dict__, "more": {**row.more, "peak_mb": peaks}})
+    peaks = {
+        str(count): averaging.fresh("ours", paths[:count], threads=options.cores)["peak"] / _MB for count in counts
+    }
+    yield replace(row, more={**row.more, "peak_mb": peaks})
     shutil.rmtree(folder)
 
     sizes = [size * _MB for size in ((25, 50, 100, 200, 400) if not options.quick else (1, 2, 3))]
-    of_size = {size: write_models(folder / str(size), number=2, num_bytes=size) for size in sizes}
-
-    def of_bytes(size: int) -> float:
-        return float(averaging.fresh("ours", of_size[size], threads=options.cores)["seconds"])
-
-    yield _row("averaging_bytes", "averaging 2 files", "MB each", _MB, _in_turns(options, sizes, of_bytes))
+    points = _averages(options, {size: write_models(folder / str(size), number=2, num_bytes=size) for size in sizes})
+    yield _row("averaging_bytes", "averaging 2 files", "MB each", _MB, points)
     shutil.rmtree(folder)
+
+
+def _averages(options: Options, files: Mapping[int, Sequence[Path]]) -> dict[float, Sample]:
+    """Seconds to average each of these sets of files."""
+    sets = {str(size): [str(path) for path in paths] for size, paths in files.items()}
+    found = call(averaging_seconds, threads=options.cores, sets=sets, rounds=options.rounds)
+    return {float(size): Sample(tuple(values)) for size, values in found.items()}
+
+
+def averaging_seconds(*, sets: dict[str, list[str]], rounds: int) -> dict[str, list[float]]:
+    """In a child: seconds to average each set."""
+    from swap_pipeline.averaging import average_files
+
+    def seconds(paths: list[Path]) -> float:
+        began = time.perf_counter()
+        average_files(paths, paths[0].parent / "mean", {}, durable=False)
+        return time.perf_counter() - began
+
+    measures = {size: functools.partial(seconds, [Path(path) for path in paths]) for size, paths in sets.items()}
+    return {size: list(sample.values) for size, sample in interleaved(measures, rounds=rounds, say=say).items()}
 
 
 def _phase2(options: Options) -> Iterator[Row]:
     counts = [2, 4, 8] if not options.quick else [1, 2]
-    width, batch_size, steps = options.sized(8, 2), options.sized(96, 8), options.sized(16, 2)
+    width, batch_size, steps = options.sized(8, 2), options.sized(96, 8), options.sized(8, 2)
     project = phase2.project_with_phase1(
         options.scratch / "growth_phase2",
         width=width,
@@ -115,10 +120,18 @@ def _phase2(options: Options) -> Iterator[Row]:
         num_images=steps * batch_size,
         workers=counts[-1],
     )
-    # The whole takes minutes, so three rounds at most.
-    points = _in_turns(
-        options, counts, lambda count: phase2.fan_out(project, count)["seconds"], rounds=min(3, options.rounds)
+
+    def seconds(count: int) -> float:
+        return float(phase2.fan_out(project, count)["seconds"])
+
+    # Minutes in all, and every process is a new one: nothing to warm up.
+    found = interleaved(
+        {str(count): functools.partial(seconds, count) for count in counts},
+        rounds=options.rounds,
+        warm_up=0,
+        say=options.say,
     )
+    points = {float(count): sample for count, sample in found.items()}
     yield _row("phase2_workers", f"phase 2 with W workers on {options.cores} cores", "workers", 1, points)
 
 
@@ -130,8 +143,8 @@ def _images(options: Options) -> Iterator[Row]:
         ("index", "index of image files: written and opened", index_seconds),
     )
     for name, what, function in cases:
-        rounds = options.rounds if name == "data_order" else min(3, options.rounds)
-        found = call(function, threads=1, sizes=sizes, rounds=rounds, folder=str(options.scratch / "growth_index"))
+        folder = str(options.scratch / "growth_index")
+        found = call(function, threads=1, sizes=sizes, rounds=options.rounds, folder=folder)
         points = {float(size): Sample(tuple(values)) for size, values in zip(sizes, found, strict=True)}
         yield _row(name, what, "million images", million, points)
 

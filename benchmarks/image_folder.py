@@ -180,6 +180,6 @@ def _torchvision_loader(root: Path, *, view: int | None, batch_size: int, number
         Subset(dataset, chosen),
         batch_size=batch_size,
         shuffle=True,
-        num_workers=2,
+        num_workers=torch.get_num_threads(),  # as many as ours has
         persistent_workers=True,
     )

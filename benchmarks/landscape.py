@@ -28,7 +28,7 @@ def measure(options: Options) -> Iterator[Row]:
     folder = options.scratch / "landscape"
     number = options.sized(2_000, 64)
     write_prepared(folder / "data" / "prepared", num_train=10 * number, num_test=10 * number, shape=_SHAPE)
-    width, points = 8, options.sized(3, 1)
+    width, points = 8, options.sized(2, 1)
     found = call(in_turns, threads=1, cwd=folder, width=width, num_images=number, points=points, rounds=options.rounds)
     whole, forward = Sample(tuple(found["points"])), Sample(tuple(found["forward"]))
     rest = Sample(tuple(100 * (1 - f / w) for f, w in zip(forward.values, whole.values, strict=True)))

@@ -26,8 +26,8 @@ _NAMES = {2: "2 ranks × 1 thread", 1: "1 process × 2 threads"}
 
 def measure(options: Options) -> Iterator[Row]:
     cases = [
-        ("default", 8, (1, 28, 28), 480, 10_000),
-        ("width_16", 16, (3, 32, 32), 512, 4_096),
+        ("default", 8, (1, 28, 28), 480, 4_800),
+        ("width_16", 16, (3, 32, 32), 512, 2_048),
     ]
     for name, width, shape, batch_size, num_images in cases[: options.sized(2, 1)]:
         what = f"phase 1, ResNet-9 width {width}, {shape[1]} px, global batch {batch_size}"

@@ -29,7 +29,7 @@ _EPOCHS = 2
 
 
 def measure(options: Options) -> Iterator[Row]:
-    width, batch_size, steps = options.sized(16, 4), options.sized(128, 16), options.sized(12, 2)
+    width, batch_size, steps = options.sized(16, 4), options.sized(128, 16), options.sized(8, 2)
     what = f"phase 2, 2 workers on 2 cores, ResNet-9 width {width}, batch {batch_size}"
     if options.cores < 2:
         why = "there is one core"

@@ -39,7 +39,7 @@ def measure(options: Options) -> Iterator[Row]:
 def _against_bare_and_peers(options: Options) -> Iterator[Row]:
     width, batch_size = options.sized(16, 4), options.sized(128, 16)
     prepared = options.scratch / "prepared_128"
-    made_up.write_prepared(prepared, num_train=options.sized(24, 2) * batch_size, num_test=16)
+    made_up.write_prepared(prepared, num_train=options.sized(16, 2) * batch_size, num_test=16)
     peers = {"torchvision": "torchvision, v2, DataLoader", "lightning": "Lightning with SWA"}
     why_not = {name: missing(name) for name in peers}
     present = [name for name in peers if not why_not[name]]
