@@ -91,8 +91,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Above what there was when this began."""
-        return max(0, _status("VmHWM") - self._start)
+        """Above what there was when this began; a page at least, so that it can be divided by."""
+        return max(os.sysconf("SC_PAGE_SIZE"), _status("VmHWM") - self._start)
 
 
 def _status(name: str) -> int:

@@ -38,10 +38,11 @@ def interleaved(
 
     Every other round goes backwards, so that nothing is always measured after the same neighbour.
     """
-    found: dict[str, list[float]] = {name: [] for name in measures}
+    names = list(measures)
+    found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
         say("warming up" if number < 0 else f"round {number + 1} of {rounds}")
-        for name in list(measures) if number % 2 == 0 else reversed(measures):
+        for name in names if number % 2 == 0 else names[::-1]:
             gc.collect()
             value = measures[name]()
             if number >= 0:
