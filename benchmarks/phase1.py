@@ -37,6 +37,7 @@ def measure(options: Options) -> Iterator[Row]:
             continue
         params: dict[str, Any] = {"model.width": width, "phase1.max_epochs": 2, "phase1.stop_accuracy": 100.0}
         params |= {"phase1.batch_size": batch_size, "phase1.keep_epochs": [1], "phase1.peak_lr": 0.01}
+        params |= {"phase1.warmup_epochs": 0}
         project = Project.copy(options.scratch / f"phase1_{name}", params)
         num_images = options.sized(num_images, 2 * batch_size)
         write_prepared(project.root / "data" / "prepared", num_train=num_images, num_test=64, shape=shape)

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.children import environment
 from benchmarks.harness import Sample, divided, interleaved
@@ -31,7 +32,8 @@ _POLL_SECONDS = 0.002
 
 
 def measure(options: Options) -> Iterator[Row]:
-    params = {"model.width": 1, "phase1.batch_size": 8, "phase1.max_epochs": 1, "phase1.keep_epochs": [1]}
+    params: dict[str, Any] = {"model.width": 1, "phase1.batch_size": 8, "phase1.keep_epochs": [1]}
+    params |= {"phase1.max_epochs": 1, "phase1.warmup_epochs": 0}
     project = Project.copy(options.scratch / "startup", params)
     write_prepared(project.root / "data" / "prepared", num_train=16, num_test=8, shape=(1, 28, 28))
     for ranks in (1, 2) if options.cores > 1 and not options.quick else (1,):

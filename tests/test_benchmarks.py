@@ -75,7 +75,7 @@ def test_everything_takes_turns_and_the_first_round_does_not_count() -> None:
         calls.append(name)
         return float(len(calls))
 
-    found = interleaved({name: lambda name=name: measured(name) for name in "ab"}, rounds=2)  # type: ignore[misc]
+    found = interleaved({name: lambda name=name: measured(name) for name in "ab"}, rounds=2)
 
     assert calls == ["b", "a", "a", "b", "b", "a"]
     assert (found["a"].values, found["b"].values) == ((3.0, 6.0), (4.0, 5.0))
