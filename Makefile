@@ -6,8 +6,9 @@ PYTHON ?= python3
 # Stages are started as `python -m …`, so the environment's Python comes first.
 RUN = PATH="$(abspath $(VENV))/bin:$$PATH"
 STAMP = $(VENV)/.swap-installed
+BENCH_STAMP = $(VENV)/.swap-bench-installed
 
-.PHONY: run test test-long test-slurm chaos lint install pictures
+.PHONY: run test test-long test-slurm chaos bench lint install pictures
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
@@ -28,6 +29,11 @@ test-slurm: $(STAMP)
 # Kills, full disks and damage at random moments, for most of an hour; CHAOS="--seed 7" repeats it with other moments.
 chaos: $(STAMP)
 	@$(RUN) python tests/chaos.py $(CHAOS)
+
+# How fast it is, against a bare loop and against others: about 20 minutes, best on a machine that does nothing else.
+# BENCH="--only averaging" measures a part, BENCH="--cifar <folder>" adds the row about CIFAR-10's images.
+bench: $(BENCH_STAMP)
+	@$(RUN) python -m benchmarks $(BENCH)
 
 lint: $(STAMP)
 	@$(RUN) ruff check .
@@ -50,11 +56,20 @@ $(STAMP):
 	  needed = "click dvc hypothesis matplotlib mypy numpy PIL pytest rich ruamel ruff safetensors torch torchvision xdist xxhash"; \
 	  lacking = [name for name in needed.split() if not importlib.util.find_spec(name)]; \
 	  sys.exit(lacking and f"error: $(VENV) lacks {lacking}: $(VENV)/bin/pip install -c constraints.txt -e .[dev]" or 0)'
+# What it lacks of the peers is left out of the table.
+.PHONY: $(BENCH_STAMP)
+$(BENCH_STAMP): $(STAMP)
 else
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV); torch with its CUDA libraries takes a few minutes the first time"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	@echo "installing what is compared with: Lightning, timm, mergekit"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]' \
+	  || echo "not all of it can be installed here; what is missing is left out of the table"
 	@touch $@
 endif

@@ -14,12 +14,15 @@ import torch
 from swap_pipeline.checkpoint import TensorFile, file_order, write_tensor_stream
 from swap_pipeline.errors import SwapError, shown
 
-# Up to this many elements a sum is kept in float64; above it float32 is exact enough and half the memory.
+# Up to this many elements a sum is kept in float64; above it float32 is exact enough and quicker.
 _SMALL = 1 << 20
+# Elements that are summed over all files before the next ones are read: few enough to stay in a core's cache, so that
+# memory is passed over once, by the reading.
+_PIECE = 1 << 17
 
 
-def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any]) -> None:
-    """Write the element-wise mean of `paths` to `out`.
+def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, durable: bool = True) -> None:
+    """Write the element-wise mean of `paths` to `out`; `durable` as in `atomic_write`.
 
     Floating-point tensors are averaged and keep their type. Integer tensors (batch norm's step counters) have no
     meaningful mean: the first file's value stands. Whether batch-norm statistics in the result make sense is the
@@ -34,27 +37,40 @@ def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any]) -> 
         for key in file_order(layout):
             yield key, _mean(files, key)
 
-    write_tensor_stream(out, layout, means(), info)
+    write_tensor_stream(out, layout, means(), info, durable=durable)
 
 
 def _mean(files: Sequence[TensorFile], key: str) -> torch.Tensor:
-    first = files[0].read(key)
-    if not first.is_floating_point():
-        return first
-    wide = torch.float64 if first.numel() <= _SMALL or first.dtype == torch.float64 else torch.float32
-    total = torch.zeros(first.shape, dtype=wide)
+    spec = files[0].layout[key]
+    if not spec.dtype.is_floating_point:
+        return files[0].read(key)
+    is_small = spec.num_elements <= _SMALL
+    wide = torch.float64 if is_small or spec.dtype == torch.float64 else torch.float32
+    mean = torch.empty(spec.num_elements, dtype=spec.dtype)
+    piece = torch.empty(_PIECE, dtype=spec.dtype)
+    streams = [file.pieces(key, into=piece) for file in files]
+    for part in mean.split(_PIECE):
+        total = torch.zeros(len(part), dtype=wide)
+        for stream in streams:
+            total += next(stream)
+        part.copy_(total.div_(len(files)))
+    for stream in streams:
+        next(stream, None)  # past its end, where the digest is checked
+    if not torch.isfinite(mean).all():
+        raise _not_finite(files, key)
+    return mean.view(spec.shape)
+
+
+def _not_finite(files: Sequence[TensorFile], key: str) -> SwapError:
+    """Whose fault it is: only a sum with NaN or Inf in it, or one that is too large, is not finite."""
     for file in files:
-        tensor = file.read(key)
-        if not torch.isfinite(tensor).all():
-            raise SwapError(
+        if not torch.isfinite(file.read(key)).all():
+            return SwapError(
                 f"{file.path}: tensor {key!r} contains NaN or Inf{_of_run(file)}, so it cannot be averaged: "
                 f"lower peak_lr and run `dvc repro`, or delete this file and .swap to train the same again"
             )
-        total += tensor
-    mean = total.div_(len(files)).to(first.dtype)
-    if not torch.isfinite(mean).all():
-        raise SwapError(f"the mean of tensor {key!r} is too large for {_words(first.dtype)}: these workers diverged")
-    return mean
+    dtype = _words(files[0].layout[key].dtype)
+    return SwapError(f"the mean of tensor {key!r} is too large for {dtype}: these workers diverged")
 
 
 def _of_run(file: TensorFile) -> str:

@@ -63,7 +63,7 @@ class Averager:
         self.group.wait()
         began = time.perf_counter()
         if self.group.is_main:
-            average_files(models, mean, {})
+            average_files(models, mean, {}, durable=False)  # for the ranks to read, then it goes
         self.group.wait()
         if reporter is not None:
             reporter.done(1, f"averaged {len(models)} models")

@@ -9,8 +9,10 @@ when the tensor is read and not when the model is wrong.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +50,12 @@ class Spec:
     shape: tuple[int, ...]
 
     @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
+        return self.num_elements * self.dtype.itemsize
 
 
 def write_tensors(
@@ -173,8 +176,43 @@ class TensorFile:
             raise DamagedFileError(self.path, str(error)) from None
         assert isinstance(tensor, torch.Tensor)
         if xxhash.xxh3_64_hexdigest(_bytes_of(tensor)) != self._digests[key]:
-            raise DamagedFileError(self.path, f"tensor {shown(key)} does not match its digest")
+            raise self._mismatch(key)
         return tensor
+
+    def pieces(self, key: str, *, into: torch.Tensor) -> Iterator[torch.Tensor]:
+        """One tensor's values in a row, as many at a time as the flat tensor `into` holds, which each piece overwrites.
+
+        Read, where `read` maps: mapped pages count as memory of this process for as long as the file is open. The
+        digest is known after the last piece: until then, what was read may be damaged.
+        """
+        spec = self.layout[key]
+        assert into.dtype == spec.dtype
+        window, digest = _bytes_of(into), xxhash.xxh3_64()
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self._starts[key])
+                for first in range(0, spec.num_elements, len(into)):
+                    count = min(len(into), spec.num_elements - first)
+                    part = window[: count * spec.dtype.itemsize]
+                    if file.readinto(part) != len(part):
+                        raise DamagedFileError(self.path, f"it ends in the middle of tensor {shown(key)}")
+                    digest.update(part)
+                    yield into[:count]
+        except OSError as error:
+            raise SwapError(f"{self.path} cannot be read: {error.strerror or error}") from None
+        if digest.hexdigest() != self._digests[key]:
+            raise self._mismatch(key)
+
+    @functools.cached_property
+    def _starts(self) -> dict[str, int]:
+        """Where the bytes of each tensor begin in the file."""
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        return {key: 8 + length + header[key]["data_offsets"][0] for key in self.layout}
+
+    def _mismatch(self, key: str) -> DamagedFileError:
+        return DamagedFileError(self.path, f"tensor {shown(key)} does not match its digest")
 
 
 def _spec_of(part: Any) -> Spec:

@@ -254,18 +254,17 @@ import os, sys, threading, time
 from pathlib import Path
 from swap_pipeline.averaging import average_files
 
-def private_bytes():  # what is resident and is not a page of a mapped file
-    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes():  # pages of mapped files too
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 def watch():
     while not done.is_set():
-        peak[0] = max(peak[0], private_bytes())
+        peak[0] = max(peak[0], resident_bytes())
         time.sleep(0.0005)
 
 folder, paths = Path(sys.argv[1]), [Path(path) for path in sys.argv[2:]]
 average_files(paths[:1], folder / "warm up", {})
-before, peak, done = private_bytes(), [0], threading.Event()
+before, peak, done = resident_bytes(), [0], threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
 average_files(paths, folder / "mean", {})

@@ -1,0 +1,120 @@
+"""python -m benchmarks
+
+Measures, prints the table and keeps it in benchmarks/results.json.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from benchmarks import results
+from benchmarks.machine import about
+from benchmarks.options import Options
+from swap_pipeline.environment import num_cores
+
+ROOT = Path(__file__).resolve().parents[1]
+FAMILIES = {
+    "training_step": "the loop against a bare one, torchvision's and Lightning's",
+    "precision": "torch.compile and bf16 against the default",
+    "image_folder": "loading images from their files",
+    "phase1": "two ranks against one process",
+    "phase2": "two workers against two bare loops",
+    "averaging": "time and memory, against reading and against timm, mergekit and load_file",
+    "batchnorm": "the statistics pass against a forward pass",
+    "startup": "to the first step, the launcher, swap --help",
+    "nothing_to_do": "dvc repro against dvc status",
+    "landscape": "grid points, and what of their time is not forward passes",
+    "growth": "averaging, phase 2, data order and index against size; draws docs/figures/growth.svg",
+}
+_LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
+
+
+@click.command(
+    help="Measure how fast this pipeline is against a bare loop, a limit and what others would use.\n\n"
+    "\b\nWhat is measured, by NAME:\n"
+    f"{_LISTED}\n\n"
+    "What is compared takes turns, after a round that does not count; figures are medians, ratios are formed round by "
+    "round. Rows are kept as they come, so a run that is ended keeps what it had. All of it takes about 20 minutes on "
+    "two idle cores, and 4 GB of disk while it runs.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.option(
+    "--only",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    type=click.Choice(list(FAMILIES)),
+    help="Only this; may be repeated. Other rows stay as they are.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="How often each thing is measured."
+)
+@click.option("--quick", is_flag=True, help="Tiny sizes, a minute or two: shows that it works, not how fast.")
+@click.option(
+    "--cifar",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="CIFAR-10 as a folder, train/<class>/*.jpg and test/<class>/*.jpg; that row is left out without it.",
+)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=ROOT / ".swap" / "bench",
+    help="Where files are made that are measured, and removed again.  [default: .swap/bench]",
+)
+@click.option(
+    "--results",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=results.RESULTS,
+    help="Where the rows are kept.  [default: benchmarks/results.json]",
+)
+@click.option("--show", is_flag=True, help="Print the table of the rows that are kept, and measure nothing.")
+def main(
+    names: tuple[str, ...], rounds: int, quick: bool, cifar: Path | None, folder: Path, path: Path, show: bool
+) -> None:
+    if not show:
+        failed = measure(names or tuple(FAMILIES), rounds=rounds, quick=quick, cifar=cifar, folder=folder, path=path)
+    if not path.exists():
+        raise click.ClickException(f"there is no {path}: measure first")
+    click.echo(results.table(results.read(path)))
+    if not show and failed:
+        raise click.ClickException(f"could not be measured: {', '.join(failed)}")
+
+
+def measure(
+    names: tuple[str, ...], *, rounds: int, quick: bool, cifar: Path | None, folder: Path, path: Path
+) -> list[str]:
+    """Measure these families one after the other; returns those that failed."""
+    failed = []
+    for number, name in enumerate(names, start=1):
+        began = time.monotonic()
+        print(f"[{number}/{len(names)}] {name}: {FAMILIES[name]}", file=sys.stderr, flush=True)
+        scratch = folder.resolve() / name
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        options = Options(rounds=rounds, quick=quick, scratch=scratch, cores=num_cores(), cifar=cifar)
+        facts = {**about(), "rounds": rounds, "quick": quick}
+        try:
+            for row in importlib.import_module(f"benchmarks.{name}").measure(options):
+                results.keep(path, facts, [row], order=list(FAMILIES))
+                median = "–" if row.ratio is None else results.number(row.ratio.median)
+                print(f"  {row.what}: {median}", file=sys.stderr, flush=True)
+        except Exception as error:  # one that fails must not cost the rest
+            failed.append(name)
+            print(f"  failed: {error}", file=sys.stderr, flush=True)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        print(f"  {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+    return failed
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks")

@@ -1,0 +1,219 @@
+"""Averaging: seconds and memory for 8 weight files of 400 MB, against just reading them, and against peers.
+
+`average_files` as phase 3 calls it, each time in a fresh process, timed inside it after its imports. The files have
+been written shortly before and are read once more in the round that does not count, so they are in the page cache for
+everybody; on a cold disk, reading takes most of the time and the ratio is nearer to 1. Reading is done by plain reads
+into one buffer that stays in the core's cache, the quickest way there is. Nobody's result is forced to disk.
+
+Memory is the highest resident size above that at the start, pages of mapped files included; what is without those
+(the system can take them back at any time) stands in the file as `private`, sampled every millisecond.
+
+Peers: timm's `avg_checkpoints` (the script is not in timm's package, so its steps are followed here with timm's own
+loader: sums in float64, clamped, cast); mergekit's linear merge (`mergekit-pytorch`); a loop of safetensors'
+`load_file`.
+
+Learned: the first version mapped each tensor, hashed it, looked for NaN and added it up, a pass over memory each,
+5 to 9 times as long as reading alone; and the mapped pages of all files, 3.2 GB, counted as its memory. Now half a
+megabyte at a time is read, hashed and added while it is in the cache, and only the mean is looked at for NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.children import Memory, result_of, start
+from benchmarks.harness import Sample, interleaved
+from benchmarks.machine import missing
+from benchmarks.made_up import largest_tensor, write_models
+from benchmarks.options import Options
+from benchmarks.results import Limit, Row, compared, left_out
+
+_MB = 1_000_000
+_ALLOWED_BESIDE_TENSORS = 64 * _MB
+_PEERS = {
+    "timm": "timm's avg_checkpoints",
+    "mergekit": "mergekit's linear merge",
+    "load_file": "a loop of load_file",
+}
+
+
+def measure(options: Options) -> Iterator[Row]:
+    number, num_bytes = options.sized(8, 4), options.sized(400, 2) * _MB
+    folder = options.scratch / "models"
+    options.say(f"writing {number} files of {num_bytes // _MB} MB")
+    paths = write_models(folder, number=number, num_bytes=num_bytes)
+    why_not = {name: missing(name) for name in ("timm", "mergekit")}
+    names = ["ours", "read", *(name for name in _PEERS if not why_not.get(name))]
+    memory: dict[str, list[float]] = {name: [] for name in names}
+    private: dict[str, list[float]] = {name: [] for name in names}
+
+    def seconds_of(name: str) -> float:
+        found = fresh(name, paths, threads=options.cores)
+        memory[name].append(found["peak"] / _MB)
+        private[name].append(found["private"] / _MB)
+        return float(found["seconds"])
+
+    measures = {name: functools.partial(seconds_of, name) for name in names}
+    found = interleaved(measures, rounds=options.rounds, say=options.say)
+    peaks = {name: Sample(tuple(values[1:])) for name, values in memory.items()}
+    size = f"{number} files of {num_bytes // _MB} MB"
+    yield compared(
+        "averaging/reading",
+        f"averaging {size}",
+        ours=("average_files", found["ours"]),
+        other=("reading the bytes", found["read"]),
+        unit="s",
+        limit=Limit("≤", 2.0),
+        note="Averaging: all files are in the page cache, for ours and for those it is compared with.",
+    )
+    allowed = (2 * largest_tensor(num_bytes) + _ALLOWED_BESIDE_TENSORS) / _MB
+    yield compared(
+        "averaging/memory",
+        f"averaging {size}, peak memory above start",
+        ours=("average_files", peaks["ours"]),
+        other=("2 × the largest tensor + 64 MB", Sample((allowed,) * options.rounds)),
+        unit="MB",
+        limit=Limit("≤", 1.0),
+        more={"private_mb": private},
+    )
+    for name, words in _PEERS.items():
+        for kind, unit, limit in (("seconds", "s", Limit("<", 1)), ("memory", "MB", Limit("≤", 0.25))):
+            key, what = f"averaging/{name}_{kind}", f"averaging against {words}, {kind}"
+            if why := why_not.get(name):
+                yield left_out(key, what, other=words, unit=unit, why=why, limit=limit)
+                continue
+            figures = found if kind == "seconds" else peaks
+            ours, other = ("average_files", figures["ours"]), (words, figures[name])
+            yield compared(key, what, ours=ours, other=other, unit=unit, limit=limit)
+    shutil.rmtree(folder)
+
+
+def fresh(name: str, paths: Sequence[Path], *, threads: int) -> dict[str, Any]:
+    """Seconds and memory of one way to average, in a process of its own."""
+    out = paths[0].parent / f"mean_{name}"
+    arguments = {"name": name, "paths": [str(path) for path in paths], "out": str(out)}
+    found: dict[str, Any] = result_of(start(timed, arguments, threads=threads, as_rank=False))
+    if out.is_dir():
+        shutil.rmtree(out)
+    else:
+        out.unlink(missing_ok=True)
+    return found
+
+
+def timed(*, name: str, paths: list[str], out: str) -> dict[str, float]:
+    """In a child."""
+    work = _WAYS[name]([Path(path) for path in paths], Path(out))
+    memory = Memory()
+    with _PrivateMemory() as private:
+        began = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - began
+    return {"seconds": seconds, "peak": memory.peak, "private": private.peak}
+
+
+class _PrivateMemory:
+    """The highest resident size without pages of mapped files, above that at the start; sampled."""
+
+    def __enter__(self) -> _PrivateMemory:
+        self._start = self._highest = self._now()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def peak(self) -> int:
+        return self._highest - self._start
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.001):
+            self._highest = max(self._highest, self._now())
+
+    @staticmethod
+    def _now() -> int:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text(encoding="utf-8").split())
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+Work = Callable[[], None]
+
+
+def _ours(paths: Sequence[Path], out: Path) -> Work:
+    from swap_pipeline.averaging import average_files
+
+    return lambda: average_files(paths, out, {}, durable=False)
+
+
+def _read(paths: Sequence[Path], out: Path) -> Work:
+    buffer = memoryview(bytearray(1 << 19))
+
+    def work() -> None:
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    return work
+
+
+def _load_file(paths: Sequence[Path], out: Path) -> Work:
+    from safetensors.torch import load_file, save_file
+
+    def work() -> None:
+        total = {key: tensor.clone() for key, tensor in load_file(paths[0]).items()}
+        for path in paths[1:]:
+            for key, tensor in load_file(path).items():
+                total[key] += tensor
+        save_file({key: tensor / len(paths) for key, tensor in total.items()}, out)
+
+    return work
+
+
+def _timm(paths: Sequence[Path], out: Path) -> Work:
+    from safetensors.torch import save_file
+    from timm.models import load_state_dict
+
+    def work() -> None:
+        total: dict[str, torch.Tensor] = {}
+        for path in paths:
+            for key, tensor in load_state_dict(str(path)).items():
+                if key in total:
+                    total[key] += tensor.to(torch.float64)
+                else:
+                    total[key] = tensor.clone().to(torch.float64)
+        bounds = torch.finfo(torch.float32)
+        means = {key: tensor.div_(len(paths)).clamp(bounds.min, bounds.max).float() for key, tensor in total.items()}
+        save_file(means, out)
+
+    return work
+
+
+def _mergekit(paths: Sequence[Path], out: Path) -> Work:
+    from mergekit.scripts.merge_raw_pytorch import main
+
+    config = out.with_suffix(".yaml")
+    models = "".join(f"  - model: {path}\n    parameters: {{weight: 1.0}}\n" for path in paths)
+    config.write_text(f"merge_method: linear\nmodels:\n{models}", encoding="utf-8")
+    return lambda: main([str(config), str(out), "--quiet"], standalone_mode=False)
+
+
+_WAYS: dict[str, Callable[[Sequence[Path], Path], Work]] = {
+    "ours": _ours,
+    "read": _read,
+    "load_file": _load_file,
+    "timm": _timm,
+    "mergekit": _mergekit,
+}

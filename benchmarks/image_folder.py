@@ -1,0 +1,185 @@
+"""Image folders: our loader against torchvision's reference style, ImageFolder with per-image transforms.
+
+Loading alone, without a network: normalised batches, an epoch of them, with as many loader processes on both sides as
+there are cores. Everything has been read before, so files come from the page cache.
+
+- CIFAR-10 as a folder of small JPEGs (`--cifar`): images of one size that fit into memory are decoded once, by
+  `prepare`, so an epoch decodes nothing; the seconds of `prepare` stand in the note.
+- JPEGs of 256 pixels, generated, left in their files: what takes the time is decoding, and resizing a random crop, for
+  which both use Pillow. What we save is what comes after: one uint8 batch from each loader process, normalised and
+  flipped as a whole, instead of float images that are handled one by one and stacked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks.children import call, say
+from benchmarks.harness import Sample, interleaved
+from benchmarks.options import Options
+from benchmarks.results import Limit, Row, compared, left_out
+
+_LIMIT = Limit("≥", 1.3)
+_OTHER = "ImageFolder, v2, DataLoader"
+
+
+def measure(options: Options) -> Iterator[Row]:
+    yield _cifar(options)
+    number, size = options.sized(1_536, 32), options.sized(256, 64)
+    folder = options.scratch / "jpegs"
+    options.say(f"drawing {number} JPEGs of {size} pixels")
+    draw(folder, number=number, size=size)
+    found = _in_turns(options, folder, view=options.sized(224, 32), batch_size=options.sized(64, 8))
+    yield compared(
+        "image_folder/jpeg_256",
+        f"image folder, {number:,} JPEGs of {size} px, random crops to {options.sized(224, 32)} px",
+        ours=("our loader", found["ours"]),
+        other=(_OTHER, found["torchvision"]),
+        unit="images/s",
+        limit=_LIMIT,
+    )
+
+
+def _cifar(options: Options) -> Row:
+    name, what = "image_folder/cifar10", "image folder, CIFAR-10 as JPEGs"
+    if options.cifar is None:
+        why = "CIFAR-10's folder was not given: --cifar FOLDER, with train/<class>/*.jpg and test/<class>/*.jpg"
+        return left_out(name, what, other=_OTHER, unit="images/s", why=why, limit=_LIMIT)
+    found = _in_turns(options, options.cifar.resolve(), view=None, batch_size=options.sized(128, 8))
+    seconds = found["prepare"].median
+    return compared(
+        name,
+        what,
+        ours=("our loader", found["ours"]),
+        other=(_OTHER, found["torchvision"]),
+        unit="images/s",
+        limit=_LIMIT,
+        note=f"CIFAR-10's folder is decoded once, by prepare, in {seconds:.1f} s; that is not in the figure.",
+    )
+
+
+def draw(folder: Path, *, number: int, size: int) -> None:
+    """Smooth shapes with some noise, which compress about as photographs do; the last tenth is for testing."""
+    chance = np.random.default_rng(0)
+    for index in range(number):
+        coarse = chance.integers(0, 256, (9, 9, 3), dtype=np.uint8)
+        smooth = np.asarray(Image.fromarray(coarse).resize((size, size), Image.Resampling.BICUBIC), dtype=np.int16)
+        noisy = smooth + chance.integers(-12, 13, smooth.shape, dtype=np.int16)
+        split = "test" if index % 10 == 9 else "train"
+        path = folder / split / f"class_{index % 4}" / f"{index:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+
+
+def _in_turns(options: Options, root: Path, *, view: int | None, batch_size: int) -> dict[str, Sample]:
+    found = call(
+        in_turns,
+        threads=options.cores,
+        root=str(root),
+        prepared=str(options.scratch / f"prepared_folder_{view}"),
+        view=view,
+        batch_size=batch_size,
+        most=options.sized(10_000, 64),
+        rounds=options.rounds,
+    )
+    return {name: Sample(tuple(values)) for name, values in found.items()}
+
+
+def in_turns(*, root: str, prepared: str, view: int | None, batch_size: int, most: int, rounds: int) -> dict[str, Any]:
+    """In a child: images a second of both, over at most so many images."""
+    from swap_pipeline.data import View, draw_epoch, read_images, read_meta
+    from swap_pipeline.datasets import prepare
+    from swap_pipeline.loader import FileImages
+    from swap_pipeline.params import Augment, Data
+
+    augment = Augment(padding=4 if view is None else 0, flip=True, cutout=0)
+    in_memory = 2.0 if view is None else 0.0
+    data = Data(
+        name="imagefolder",
+        root=root,
+        train_images="all",
+        max_gb_in_memory=in_memory,
+        test_crop="square",
+        augment=augment,
+    )
+    began = time.perf_counter()
+    say(prepare(data, Path(prepared)).splitlines()[0])
+    seconds = time.perf_counter() - began
+    meta, cpu = read_meta(Path(prepared)), torch.device("cpu")
+    images = (
+        read_images(Path(prepared), "train", cpu)
+        if meta.in_memory
+        else FileImages(Path(prepared), "train", meta, root=Path(root), test_crop="square", device=cpu)
+    )
+    images.start()
+    seen = None if view is None else View(size=view, min_scale=0.25)
+    steps = min(most, len(images)) // batch_size
+    parts = [slice(step * batch_size, (step + 1) * batch_size) for step in range(steps)]
+    epochs = iter(range(10_000))
+
+    def ours() -> float:
+        began = time.perf_counter()
+        choices = draw_epoch(
+            seed=0,
+            epoch=next(epochs),
+            num_images=len(images),
+            image_size=images.image_shape(seen)[1:],
+            padding=augment.padding,
+            flip=augment.flip,
+        )
+        number = 0
+        for batch, _ in images.batches(
+            choices, parts, view=seen, padding=augment.padding, cutout=0, channels_last=True
+        ):
+            number += len(batch)
+        return number / (time.perf_counter() - began)
+
+    loader = _torchvision_loader(Path(root), view=view, batch_size=batch_size, number=steps * batch_size, meta=meta)
+
+    def torchvision() -> float:
+        began = time.perf_counter()
+        number = 0
+        for batch, _ in loader:
+            number += len(batch.to(memory_format=torch.channels_last))
+        return number / (time.perf_counter() - began)
+
+    found = interleaved({"ours": ours, "torchvision": torchvision}, rounds=rounds, say=say)
+    return {"prepare": [seconds], **{name: list(sample.values) for name, sample in found.items()}}
+
+
+def _torchvision_loader(root: Path, *, view: int | None, batch_size: int, number: int, meta: Any) -> Any:
+    """As torchvision's reference scripts have it, with Pillow."""
+    from torch.utils.data import DataLoader, Subset
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    crop = (
+        v2.RandomCrop(32, padding=4, padding_mode="reflect")
+        if view is None
+        else v2.RandomResizedCrop(view, scale=(0.25, 1.0), antialias=True)
+    )
+    transforms = v2.Compose(
+        [
+            crop,
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(list(meta.mean), list(meta.std)),
+        ]
+    )
+    dataset = ImageFolder(str(root / "train"), transform=transforms)
+    chosen = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:number].tolist()
+    return DataLoader(
+        Subset(dataset, chosen),
+        batch_size=batch_size,
+        shuffle=True,
+        num_workers=torch.get_num_threads(),  # as many as ours has
+        persistent_workers=True,
+    )

@@ -1,0 +1,255 @@
+"""Training loops that are compared, each a function that trains for some steps and returns images a second.
+
+They run inside a child (see `children`), so that threads and allocator are those of a rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.children import say
+from benchmarks.harness import interleaved
+from benchmarks.made_up import AUGMENT, COMPUTE, OPTIMIZER, resnet9
+from swap_pipeline.data import Images, read_images
+from swap_pipeline.distributed import Group
+from swap_pipeline.params import Compute
+from swap_pipeline.progress import Reporter
+from swap_pipeline.training import Run, set_up, train
+
+ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
+Loop = Callable[[], float]
+# Small, so that a network that is trained over and over on noise stays as it is.
+_RATE = 1e-3
+
+
+def ours(images: Images, test: Images, *, width: int, batch_size: int, compute: Compute = COMPUTE) -> Loop:
+    """The real loop: an epoch over all images, timed by itself; evaluation and snapshots are not in its seconds."""
+    network = resnet9(width)
+    steps = len(images) // batch_size
+    # What is compiled is compiled in the first epoch.
+    run = Run(
+        name="benchmark",
+        section="phase1",
+        seed=0,
+        batch_size=lambda epoch: batch_size,
+        epochs=2 if compute.compile else 1,
+        learning_rate=lambda epoch: _RATE * (1 - epoch / 2),
+    )
+
+    def epoch() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            record = train(
+                run,
+                network,
+                train_images=images,
+                test_images=test,
+                augment=AUGMENT,
+                optimizer=OPTIMIZER,
+                compute=compute,
+                group=ALONE,
+                snapshots=Path(folder),
+                reporter=Reporter(name=run.name, total=run.epochs, folder=Path(folder), is_main=True),
+            )
+        return steps * batch_size / record.curve[-1].seconds
+
+    return epoch
+
+
+def bare(shape: Sequence[int], *, width: int, batch_size: int, steps: int) -> Loop:
+    """Forward, backward, step, on one batch that never changes."""
+    network = resnet9(width, channels=shape[0])
+    set_up(network, COMPUTE, ALONE)
+    sgd = _sgd(network)
+    images = torch.randn(batch_size, *shape).to(memory_format=torch.channels_last)
+    labels = torch.arange(batch_size) % 10
+
+    def loop() -> float:
+        network.train()
+        began = time.perf_counter()
+        for _ in range(steps):
+            loss = nn.functional.cross_entropy(network(images), labels)
+            sgd.zero_grad(set_to_none=True)
+            loss.backward()
+            sgd.step()
+        return steps * batch_size / (time.perf_counter() - began)
+
+    return loop
+
+
+def _sgd(network: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(network.parameters(), lr=_RATE, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
+
+
+def _torchvision_loader(images: Images, *, batch_size: int, num_workers: int) -> torch.utils.data.DataLoader[Any]:
+    """torchvision's CIFAR-10 with these pixels, its v2 transforms and a DataLoader."""
+    from torchvision.datasets import CIFAR10, VisionDataset
+    from torchvision.transforms import v2
+
+    transforms = v2.Compose(
+        [
+            v2.RandomCrop(32, padding=4, padding_mode="reflect"),
+            v2.RandomHorizontalFlip(),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize([0.5] * 3, [0.25] * 3),
+            # The square that our recipe blanks out.
+            v2.RandomErasing(p=1.0, scale=(1 / 16, 1 / 16), ratio=(1.0, 1.0)),
+        ]
+    )
+
+    class MadeUp(CIFAR10):  # type: ignore[misc]
+        """Nothing is read from disk; items are made by torchvision's own method."""
+
+        def __init__(self) -> None:
+            VisionDataset.__init__(self, root=".", transform=transforms)
+            self.data = images.pixels.permute(0, 2, 3, 1).numpy()
+            self.targets = images.labels.tolist()
+
+    return torch.utils.data.DataLoader(
+        MadeUp(),
+        batch_size=batch_size,
+        shuffle=True,
+        drop_last=True,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )
+
+
+def torchvision_loop(images: Images, *, width: int, batch_size: int, num_workers: int) -> Loop:
+    """As a good tutorial has it: everything else as ours, with the same optimizer and memory format."""
+    network = resnet9(width)
+    set_up(network, COMPUTE, ALONE)
+    sgd = _sgd(network)
+    loader = _torchvision_loader(images, batch_size=batch_size, num_workers=num_workers)
+
+    def epoch() -> float:
+        network.train()
+        schedule = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.5, total_iters=len(loader))
+        loss_sum = hits = seen = 0.0
+        began = time.perf_counter()
+        for batch, labels in loader:
+            batch = batch.to(memory_format=torch.channels_last)
+            logits = network(batch)
+            loss = nn.functional.cross_entropy(logits, labels)
+            sgd.zero_grad(set_to_none=True)
+            loss.backward()
+            sgd.step()
+            schedule.step()
+            loss_sum += loss.item() * len(labels)
+            hits += (logits.argmax(dim=1) == labels).sum().item()
+            seen += len(labels)
+        return seen / (time.perf_counter() - began)
+
+    return epoch
+
+
+def lightning_loop(images: Images, *, width: int, batch_size: int, num_workers: int) -> Loop:
+    """Lightning's Trainer with its SWA callback, on the same DataLoader; bar, log, checkpoints and summary are off.
+
+    Two epochs, and the pass over the data that SWA adds for batch norm. The second epoch's training is what counts.
+    """
+    import logging
+    import warnings
+
+    import lightning
+    from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    loader = _torchvision_loader(images, batch_size=batch_size, num_workers=num_workers)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = resnet9(width)
+            set_up(self.network, COMPUTE, ALONE)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            pixels, labels = batch
+            logits = self.network(pixels.to(memory_format=torch.channels_last))
+            loss = nn.functional.cross_entropy(logits, labels)
+            hits = (logits.argmax(dim=1) == labels).float().mean()
+            self.log_dict({"loss": loss, "accuracy": hits}, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return _sgd(self.network)
+
+    class Clock(Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self.began = 0.0
+
+        def on_train_epoch_start(self, *_: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_train_epoch_end(self, *_: Any) -> None:
+            self.seconds.append(time.perf_counter() - self.began)
+
+    module = Module()
+
+    def epochs() -> float:
+        clock = Clock()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[clock, StochasticWeightAveraging(swa_lrs=_RATE, swa_epoch_start=1)],
+        )
+        trainer.fit(module, loader)
+        return len(loader) * batch_size / clock.seconds[1]
+
+    return epochs
+
+
+def in_turns(
+    *,
+    prepared: str,
+    width: int,
+    batch_size: int,
+    rounds: int,
+    contestants: Sequence[str],
+    num_workers: int = 2,
+) -> dict[str, Any]:
+    """In a child: images a second of some of the loops, interleaved; the values of each round."""
+    images, test = (read_images(Path(prepared), split, torch.device("cpu")) for split in ("train", "test"))
+    shape, steps = images.image_shape(None), len(images) // batch_size
+    of_ours = functools.partial(ours, images, test, width=width, batch_size=batch_size)
+    peers = {"width": width, "batch_size": batch_size, "num_workers": num_workers}
+    loops: dict[str, Callable[[], Loop]] = {
+        "ours": of_ours,
+        "compiled": lambda: of_ours(compute=replace(COMPUTE, compile=True)),
+        "bf16": lambda: of_ours(compute=replace(COMPUTE, precision="bf16")),
+        "bare": lambda: bare(shape, width=width, batch_size=batch_size, steps=steps),
+        "torchvision": lambda: torchvision_loop(images, **peers),
+        "lightning": lambda: lightning_loop(images, **peers),
+    }
+    made = {name: loops[name]() for name in contestants}
+    found = interleaved(made, rounds=rounds, say=say)
+    return {name: list(sample.values) for name, sample in found.items()}
+
+
+def bare_beside_others(*, shape: list[int], width: int, batch_size: int, steps: int, rounds: int) -> list[float]:
+    """In one of several children that start together: seconds of the bare loop, each time a line says so."""
+    loop = bare(shape, width=width, batch_size=batch_size, steps=steps)
+    bare(shape, width=width, batch_size=batch_size, steps=2)()
+    seconds = []
+    for _ in itertools.repeat(None, rounds):
+        print("ready", flush=True)
+        input()
+        seconds.append(steps * batch_size / loop())
+    return seconds

@@ -1,0 +1,76 @@
+"""Nothing to do: `dvc repro` where all is up to date, against `dvc status`.
+
+Real DVC in a copy of this project after a run of the whole pipeline with a tiny network. Both have to load the
+pipeline and look at every dependency; `dvc repro` takes a lock and goes through the stages besides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.harness import interleaved
+from benchmarks.made_up import Project
+from benchmarks.options import Options
+from benchmarks.results import Limit, Row, compared
+from swap_pipeline.checkpoint import read_tensors, write_tensors
+
+_TINY = {
+    "model.width": 1,
+    "phase1.batch_size": 24,
+    "phase1.max_epochs": 1,
+    "phase1.warmup_epochs": 0,
+    "phase1.keep_epochs": [1],
+    "phase2.batch_size": 24,
+    "phase2.epochs": 1,
+    "phase2.keep_epochs": [1],
+    "phase3.batch_size": 60,
+}
+
+
+def measure(options: Options) -> Iterator[Row]:
+    workers = options.sized(4, 1)
+    project = Project.copy(options.scratch / "nothing", {**_TINY, "workers.seeds": list(range(workers))})
+    _make_small(project)
+    project.commit()
+    options.say("running the pipeline once")
+    project.dvc("repro", SWAP_NPROC="1")
+
+    def seconds(command: str, answer: str) -> float:
+        began = time.perf_counter()
+        said = project.dvc(command)
+        took = time.perf_counter() - began
+        if answer not in said:
+            raise RuntimeError(f"`dvc {command}` found something to do:\n{said}")
+        return took
+
+    found = interleaved(
+        {
+            "repro": lambda: seconds("repro", "up to date"),
+            "status": lambda: seconds("status", "up to date"),
+        },
+        rounds=options.rounds,
+        warm_up=options.sized(1, 0),
+        say=options.say,
+    )
+    yield compared(
+        "nothing_to_do/repro",
+        f"nothing to do, {5 + workers} stages",
+        ours=("dvc repro", found["repro"]),
+        other=("dvc status", found["status"]),
+        unit="s",
+        limit=Limit("≤", 1.5),
+    )
+
+
+def _make_small(project: Project) -> None:
+    """240 training and 120 test images: what is measured depends on the number of files, not on what is in them."""
+    path = project.root / "data" / "fashion-mini.safetensors"
+    tensors, info = read_tensors(path)
+    few = {"train": torch.arange(240) * 41, "test": torch.arange(120) * 83}
+    small = {key: tensor[few[key.split("_")[0]]].clone() for key, tensor in tensors.items()}
+    del tensors
+    path.unlink()  # a link or a map may still hold the old one
+    write_tensors(path, small, info)

@@ -1,0 +1,84 @@
+"""A training step: what data, augmentation, metrics, schedule, progress and the watch for NaN cost beside the network.
+
+`train` itself, over an epoch of random images of CIFAR's shape that lie prepared on disk, against a bare loop of
+forward, backward and step on one batch that never changes: the same network, batch, threads, memory format and
+optimizer. Seconds are those that `train` reports, which evaluation and snapshots are not in. All cores, one process.
+
+And against what people would write: torchvision's dataset with its v2 transforms and a DataLoader (a worker for each
+core) around the same loop; and Lightning's Trainer with its SWA callback on that DataLoader.
+
+Learned: with a batch gathered by one indexed read and made channels-last by it, with the fused SGD and without a
+number read back in the loop but for the watch over NaN, what is left is a few percent; its largest parts are the
+gather and the norm of the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks import loops, made_up
+from benchmarks.children import call
+from benchmarks.harness import Sample
+from benchmarks.machine import missing
+from benchmarks.options import Options
+from benchmarks.results import Limit, Row, compared, left_out
+
+_UNIT = "images/s"
+
+
+def measure(options: Options) -> Iterator[Row]:
+    yield from _against_bare_and_peers(options)
+    if options.quick:
+        return
+    prepared = options.scratch / "prepared_256"
+    made_up.write_prepared(prepared, num_train=2 * 256, num_test=16)
+    found = _in_turns(options, str(prepared), width=64, batch_size=256, contestants=["ours", "bare"])
+    yield _share("training_step/width_64", "width 64, batch 256", found, Limit("≥", 0.98))
+
+
+def _against_bare_and_peers(options: Options) -> Iterator[Row]:
+    width, batch_size = options.sized(16, 4), options.sized(128, 16)
+    prepared = options.scratch / "prepared_128"
+    made_up.write_prepared(prepared, num_train=options.sized(16, 2) * batch_size, num_test=16)
+    peers = {"torchvision": "torchvision, v2, DataLoader", "lightning": "Lightning with SWA"}
+    why_not = {name: missing(name) for name in peers}
+    present = [name for name in peers if not why_not[name]]
+    contestants = ["ours", "bare", *present]
+    found = _in_turns(options, str(prepared), width=width, batch_size=batch_size, contestants=contestants)
+    size = f"width {width}, batch {batch_size}"
+    yield _share("training_step/width_16", size, found, Limit("≥", 0.95))
+    for name, words in peers.items():
+        what = f"training against {words}: {size}"
+        key = f"training_step/{name}"
+        if why_not[name]:
+            yield left_out(key, what, other=words, unit=_UNIT, why=why_not[name], limit=Limit(">", 1))
+            continue
+        ours, other = (f"`train`, {options.cores} threads", found["ours"]), (words, found[name])
+        yield compared(key, what, ours=ours, other=other, unit=_UNIT, limit=Limit(">", 1))
+
+
+def _in_turns(
+    options: Options, prepared: str, *, width: int, batch_size: int, contestants: list[str]
+) -> dict[str, Sample]:
+    found = call(
+        loops.in_turns,
+        threads=options.cores,
+        prepared=prepared,
+        width=width,
+        batch_size=batch_size,
+        rounds=options.rounds,
+        contestants=contestants,
+        num_workers=options.cores,
+    )
+    return {name: Sample(tuple(values)) for name, values in found.items()}
+
+
+def _share(name: str, size: str, found: dict[str, Sample], limit: Limit) -> Row:
+    return compared(
+        name,
+        f"training step, ResNet-9 {size}",
+        ours=("`train`", found["ours"]),
+        other=("bare loop", found["bare"]),
+        unit=_UNIT,
+        limit=limit,
+    )
