@@ -54,10 +54,10 @@ def in_turns(*, width: int, num_images: int, points: int, rounds: int) -> dict[s
     from swap_pipeline.environment import eval_batch_size
     from swap_pipeline.landscape import Prober
     from swap_pipeline.params import Model, Phase3
+    from swap_pipeline.placement import set_up
     from swap_pipeline.planes import Plane
     from swap_pipeline.sample import open_sample
     from swap_pipeline.setting import Setting
-    from swap_pipeline.training import set_up
 
     networks = [resnet9(width, channels=_SHAPE[0], seed=seed) for seed in range(3)]
     vectors = [torch.cat([p.detach().double().reshape(-1) for p in network.parameters()]) for network in networks]

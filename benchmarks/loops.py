@@ -23,8 +23,10 @@ from benchmarks.made_up import AUGMENT, COMPUTE, OPTIMIZER, resnet9
 from swap_pipeline.data import Images, read_images
 from swap_pipeline.distributed import Group
 from swap_pipeline.params import Compute
+from swap_pipeline.placement import set_up
 from swap_pipeline.progress import Reporter
-from swap_pipeline.training import Run, set_up, train
+from swap_pipeline.runs import Run
+from swap_pipeline.training import train
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 Loop = Callable[[], float]

@@ -42,7 +42,7 @@ def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, 
 
 def _mean(files: Sequence[TensorFile], key: str) -> torch.Tensor:
     spec = files[0].layout[key]
-    if not spec.dtype.is_floating_point:
+    if not spec.dtype.is_floating_point or not spec.num_elements:
         return files[0].read(key)
     is_small = spec.num_elements <= _SMALL
     wide = torch.float64 if is_small or spec.dtype == torch.float64 else torch.float32

@@ -37,6 +37,7 @@ def weights_of_worker(worker: int) -> Weights:
         "brain.weight": normal(301).bfloat16(),
         "double.weight": normal(7),
         "scalar": normal(1)[0].float(),
+        "nothing": normal(0, 3).float(),
         "bn.num_batches_tracked": torch.tensor(100 + 7 * worker),
         "bytes": torch.tensor([worker, 255 - worker], dtype=torch.uint8),
         "mask": torch.tensor([worker % 2 == 0, True]),
