@@ -25,7 +25,7 @@ from swap_pipeline.jobs import Job, Launcher, Machine, Work
 from swap_pipeline.local import Local
 from swap_pipeline.params import IntByEpoch, check_divisible
 from swap_pipeline.progress import Display
-from swap_pipeline.ranks import Interrupted, collects, is_rank, job_of_rank
+from swap_pipeline.ranks import Interrupted, collects, is_orphan, is_rank, job_of_rank
 from swap_pipeline.sbatch import Sbatch
 from swap_pipeline.scratch import JobFolder, declared_stage, job_folder, unlisted_code
 from swap_pipeline.srun import Srun
@@ -286,6 +286,7 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
     """Run the jobs, as many side by side as there are devices for; returns what failed, by name of the job.
 
     A job that another launcher is running already (a second experiment, or one whose `dvc` was killed) is waited for.
+    A launcher whose own `dvc` was killed lets its jobs end and starts no others.
     """
     place = launcher()
     at_once = environment.max_workers_at_once(default=len(jobs))
@@ -298,6 +299,8 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
         try:
             while waiting or running:
                 waiting = [job for job in waiting if not job.folder.is_complete]
+                if is_orphan():
+                    waiting = []  # what is running may end, but nobody is there to want more
                 for work in place.start(waiting, room=at_once - len(running), display=display):
                     waiting.remove(work.job)
                     running.append(work)

@@ -95,6 +95,11 @@ def job_of_rank(instance: Instance) -> JobFolder:
         time.sleep(_PAUSE_SECONDS)
 
 
+def is_orphan() -> bool:
+    """Whether the process that started this one, `dvc` as a rule, was killed."""
+    return os.getppid() != _STARTED_BY
+
+
 def collects() -> bool:
     """Whether this process puts the result in its place: the launcher, or the main rank of torchrun by hand.
 
@@ -102,7 +107,7 @@ def collects() -> bool:
     """
     if is_rank():
         return JOB not in os.environ and os.environ["RANK"] == "0"
-    if os.getppid() != _STARTED_BY:
+    if is_orphan():
         print(f"{sys.argv[0]}: whoever started this is gone; `dvc repro` will find the result in scratch")
         return False
     return True

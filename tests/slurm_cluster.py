@@ -135,6 +135,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     (folder / "hosts").write_text(f"{hosts}\n127.0.0.2 node1\n127.0.0.3 node2\n")
     environment = {"SLURM_CONF": str(folder / "slurm.conf")}
     cluster = Cluster(folder, environment)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as after Ctrl-C, nothing may be left running
     try:
         cluster.start(
             "munged",
@@ -160,6 +161,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     finally:
         for path in sorted(folder.glob("*.pid")):
             _end(int(path.read_text()))
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
