@@ -30,7 +30,7 @@ test-slurm: $(STAMP)
 chaos: $(STAMP)
 	@$(RUN) python tests/chaos.py $(CHAOS)
 
-# How fast it is, against a bare loop and against others: about 20 minutes, best on a machine that does nothing else.
+# How fast it is, against a bare loop and against others; best on a machine that does nothing else.
 # BENCH="--only averaging" measures a part, BENCH="--cifar <folder>" adds the row about CIFAR-10's images.
 bench: $(BENCH_STAMP)
 	@$(RUN) python -m benchmarks $(BENCH)

@@ -40,8 +40,7 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
     "\b\nWhat is measured, by NAME:\n"
     f"{_LISTED}\n\n"
     "What is compared takes turns, after a round that does not count; figures are medians, ratios are formed round by "
-    "round. Rows are kept as they come, so a run that is ended keeps what it had. All of it takes about 20 minutes on "
-    "two idle cores, and 4 GB of disk while it runs.",
+    "round. Rows are kept as they come, so a run that is ended keeps what it had. It takes 4 GB of disk while it runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.option(
