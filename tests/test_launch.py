@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from swap_pipeline import environment, launch
+from swap_pipeline import environment, launch, ranks
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
+from swap_pipeline.jobs import Job
 from swap_pipeline.launch import Machine, baseline_job, job_on_all_devices, this_machine, worker_job
 from swap_pipeline.scratch import JobFolder, Lock
 
@@ -119,3 +120,13 @@ def test_a_lock_that_a_child_process_inherited_can_be_given_up(tmp_path: Path) -
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_launcher_whose_dvc_was_killed_starts_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Job(
+        instance=PHASE1, device_type="cpu", processes=1, threads=1, num_devices=1, folder=JobFolder(Path("scratch"))
+    )
+    monkeypatch.setattr(ranks, "_STARTED_BY", -1)
+    assert launch.run_jobs([job]) == {}
+    assert not job.folder.path.exists()
