@@ -194,6 +194,7 @@ def test_a_worker_that_is_asked_to_go_leaves_the_others_of_its_array_alone(
     output = finish(launcher)
 
     assert output.count("going on after") == 1
+    assert output.count("submitted as Slurm job") == 1  # it went back into the queue by itself
     finish(start_stage(with_phase1, "stages.phase2", "--seed", "1"))
     for phase in ("phase2/seed_0", "phase2/seed_1"):
         assert model(with_phase1, phase) == model(reference, phase), phase
