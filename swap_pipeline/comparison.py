@@ -154,7 +154,7 @@ def of_workers(parts: Sequence[Record]) -> Values:
     return {
         "test_accuracy": statistics.fmean(worker["test_accuracy"] for worker in workers),
         "test_top5": None if top5 is None else statistics.fmean(top5),
-        "devices": _devices_of_swap(parts),
+        "devices": devices_of_swap(parts),
         "training_time": phase1["seconds"] + max(worker["seconds"] for worker in workers),
         "total_compute": _device_seconds([phase1, *workers]),
     }
@@ -166,7 +166,7 @@ def of_average(parts: Sequence[Record]) -> Values:
     return {
         "test_accuracy": phase3["test_accuracy"],
         "test_top5": phase3.get("test_top5"),
-        "devices": _devices_of_swap(parts),
+        "devices": devices_of_swap(parts),
         "training_time": phase1["seconds"] + max(worker["seconds"] for worker in workers) + phase3["seconds"],
         "total_compute": _device_seconds(parts),
     }
@@ -199,7 +199,7 @@ def _device_seconds(parts: Sequence[Record]) -> float | None:
     return sum(float(part["seconds"] * count) for part, count in zip(parts, counts, strict=True))
 
 
-def _devices_of_swap(parts: Sequence[Record]) -> int | None:
+def devices_of_swap(parts: Sequence[Record]) -> int | None:
     """As many as its time needs: the workers are side by side."""
     counts = all_known(part.get("num_devices") for part in parts)
     return None if counts is None else max(counts[0], sum(counts[1:-1]), counts[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from swap_pipeline.comparison import QUANTITIES, Measured, Record, Row, Runs, all_known
+from swap_pipeline.comparison import QUANTITIES, Measured, Record, Row, Runs, all_known, devices_of_swap
 from swap_pipeline.instances import PHASES, SWA_STARTS, Instance
 from swap_pipeline.paper_figures import Figures, Paper
 
@@ -28,7 +28,8 @@ def shared_captions(runs: Runs, rows: Sequence[Row], methods: Sequence[str]) -> 
     return [
         _spread(rows),
         "Training time of SWAP: phase 1 + slowest worker + phase 3, that is with the workers side by side, whatever "
-        "this machine could do; before averaging without phase 3. Its devices are as many as that takes.",
+        "this machine could do; before averaging without phase 3. Its devices are as many as that takes"
+        f"{_devices_of_phase1(runs)}.",
         *_side_by_side(runs),
         "Total compute: each part's seconds times its devices, all workers counted.",
         *_repeats_side_by_side(runs, methods),
@@ -66,6 +67,13 @@ def _side_by_side(runs: Runs) -> list[str]:
         for count, repeats in by_count.items()
     )
     return [f"Here, of {num_workers} workers, so many were at work at the same moment: {'; '.join(counts)}."]
+
+
+def _devices_of_phase1(runs: Runs) -> str:
+    """With more of them, SWAP would have been faster."""
+    counts = {(parts[0].get("num_devices"), devices_of_swap(parts)) for parts in runs.complete("swap").values()}
+    of_phase1, of_swap = counts.pop() if len(counts) == 1 else (None, None)
+    return f"; phase 1 had {of_phase1} of these {of_swap}" if of_phase1 and of_swap and of_phase1 < of_swap else ""
 
 
 def _repeats_side_by_side(runs: Runs, methods: Sequence[str]) -> list[str]:

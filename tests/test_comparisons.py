@@ -261,8 +261,10 @@ def recomputed(project: Project) -> dict[tuple[str, str, str], list[float]]:
         until = phase1["seconds"] + max(worker["seconds"] for worker in workers)
         cost = sum(part["seconds"] * part["num_devices"] for part in (phase1, *workers))
         cost_after = cost + phase3["seconds"] * phase3["num_devices"]
-        after = {"devices": 2.0, "training_time": until + phase3["seconds"], "total_compute": cost_after}
-        add("plain_training", "swap_before", test_accuracy=before, devices=2.0, training_time=until, total_compute=cost)
+        devices = float(max(phase1["num_devices"], sum(w["num_devices"] for w in workers), phase3["num_devices"]))
+        after = {"devices": devices, "training_time": until + phase3["seconds"], "total_compute": cost_after}
+        add("plain_training", "swap_before", test_accuracy=before, devices=devices, training_time=until,
+            total_compute=cost)  # fmt: skip
         add("plain_training", "swap_after", test_accuracy=phase3["test_accuracy"], **after)
         add("swa", "swap", before_averaging=before, after_averaging=phase3["test_accuracy"], **after)
         starts = {"swa_large_batch": large, "swa_large_then_small": phase1, "swa_small_batch": small}

@@ -21,6 +21,7 @@ from conftest import ROOT
 
 from swap_pipeline.comparison import Comparison, Measured, Table
 from swap_pipeline.instances import Instance
+from swap_pipeline.params import read_params
 from swap_pipeline.tables import as_csv, as_json, best_rows, cell, compare, markdown
 from swap_pipeline.tables_words import most_at_once as at_once
 
@@ -430,7 +431,8 @@ def test_captions_say_what_the_figures_mean() -> None:
     shared = (
         "Mean ± sample standard deviation over n = 3, repeats 0, 1 and 3.",
         "Training time of SWAP: phase 1 + slowest worker + phase 3, that is with the workers side by side, whatever "
-        "this machine could do; before averaging without phase 3. Its devices are as many as that takes.",
+        "this machine could do; before averaging without phase 3. Its devices are as many as that takes; phase 1 had 2 "
+        "of these 4.",
         "Here all 2 workers of a repeat ran side by side.",
         "Total compute: each part's seconds times its devices, all workers counted.",
     )
@@ -854,6 +856,9 @@ def test_the_recipe_for_cpu_says_how_the_papers_run_was_larger() -> None:
         caption = comparison_of({}, recipe=recipe).tables[0].captions[-1]
         assert caption.startswith("*paper*: Table 1: 10 runs on Tesla V100 GPUs.")
         assert ("four times as wide as this recipe's and saw all 50,000 images" in caption) == is_larger
+    recipe = read_params(ROOT / "recipes/cifar10-cpu.yaml")
+    assert recipe.model.width == 64 // 4
+    assert recipe.data.train_images != "all" and recipe.data.train_images < 50_000
 
 
 def test_the_papers_figures_are_never_bold_and_do_not_compete() -> None:
