@@ -56,6 +56,7 @@ def train_baseline(params: Params, given: Baseline, instance: Instance, folder: 
                 section=instance.method,
                 seed=derive_seed(instance.method, seed, *instance.chance),
                 epochs=given.epochs,
+                chance=f"phase1.seed {seed}",
             ),
             start=derive_seed("initial weights", seed, *instance.chance),
             header={"phase": instance.method, "seed": seed, **instance.header},

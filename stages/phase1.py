@@ -46,6 +46,7 @@ def train_phase1(params: Params, instance: Instance, folder: JobFolder) -> None:
                 seed=derive_seed("phase1", phase.seed, *instance.chance),
                 epochs=phase.max_epochs,
                 stop_accuracy=phase.stop_accuracy,
+                chance=f"phase1.seed {phase.seed}",
             ),
             start=derive_seed("initial weights", phase.seed, *instance.chance),
             header={"phase": "phase1", "seed": phase.seed, **instance.header},

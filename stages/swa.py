@@ -93,6 +93,7 @@ def train_and_average(
                 seed=derive_seed(instance.method, seed, *instance.chance),
                 epochs=models * cycle,
                 cycles=models,
+                chance=f"phase1.seed {seed}",
             ),
             start=instance.start.model,
             optimizer=params.optimizer,

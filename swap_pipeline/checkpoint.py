@@ -150,7 +150,7 @@ class TensorFile:
         except FileNotFoundError:
             raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
         except OSError as error:
-            raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
+            raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from None
         except (SafetensorError, KeyError, ValueError, OverflowError) as error:
             raise DamagedFileError(path, str(error)) from None
         if METADATA_KEY not in metadata:
@@ -217,6 +217,10 @@ class TensorFile:
 
 def _spec_of(part: Any) -> Spec:
     return Spec(_TORCH_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+
+
+class UnreadableFileError(SwapError):
+    """A file that may be whole, but the disk does not give it out now."""
 
 
 class DamagedFileError(SwapError):
@@ -290,6 +294,8 @@ def read_snapshot(
         try:
             tensors, info = read_tensors(path)
             reason = misfit(tensors, info)
+        except UnreadableFileError:
+            raise  # it is for people to mend the disk, and not to train again what stands on it
         except DamagedFileError as error:
             reason = error.reason
         except SwapError as error:

@@ -24,6 +24,7 @@ from swap_pipeline.stopping import STOP_FILE
 
 STDERR_FILE = "stderr.log"
 CODE_FILE = "exit_code.txt"
+_KILLED = f"was ended by signal {int(signal.SIGKILL)}"
 _FULL = 1 << 16  # bytes; with less room than this, not even an error finds any
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
@@ -186,13 +187,17 @@ def why_incomplete(job: Job, code: int) -> Failure | None:
         return None
     folder = job.folder.path
     said = sorted(folder.glob(f"{SAID}_*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    if said:
-        text = said[0].read_text(encoding="utf-8").strip()
-        return Failure(text, may_pass=text.startswith("unexpected"))
+    texts = [text for path in said if (text := path.read_text(encoding="utf-8").strip())]  # none where the disk is full
+    if texts:
+        return Failure(texts[0], may_pass=texts[0].startswith("unexpected"))
     if shutil.disk_usage(folder).free < _FULL:
         return Failure(f"{folder}: no space is left on the disk: make room and run `dvc repro` again", may_pass=False)
-    log = folder / STDERR_FILE
-    return Failure("\n".join([f"{job.name} {_how_it_ended(job, code)}; the end of {log}:", *tail(log)]), may_pass=True)
+    if how := _who_was_missing(job):
+        return Failure(f"{job.name} {how}", may_pass=True)
+    how, log = _how_it_ended(job, code), folder / STDERR_FILE
+    if _KILLED in how:  # of which no log can tell
+        return Failure(f"{job.name} {how}: `dvc repro` goes on from the last finished epoch", may_pass=True)
+    return Failure("\n".join([f"{job.name} {how}; the end of {log}:", *tail(log)]), may_pass=True)
 
 
 def tail(log: Path) -> list[str]:
@@ -202,18 +207,36 @@ def tail(log: Path) -> list[str]:
         return []
 
 
+def _who_was_missing(job: Job) -> str:
+    """Which ranks the others waited for in vain; empty if they did not."""
+    folder = job.folder.path
+    lost = {int(path.stem.split("_")[1]): path.read_text() for path in folder.glob(f"{LOST}_*.txt")}
+    # NCCL's own watch ends a rank that has waited too long before Python can say anything.
+    nccl = re.findall(r"\[Rank (\d+)\] Watchdog caught collective operation timeout", _text(folder / STDERR_FILE))
+    if not nccl and not any(text.startswith("waited") for text in lost.values()):
+        return ""
+    silent = sorted(set(range(job.processes)) - lost.keys() - set(map(int, nccl)))
+    return did_not_answer(silent) if silent else ""
+
+
+def did_not_answer(ranks: Sequence[int]) -> str:
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return (
+        f"was ended: {who} did not answer for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES): "
+        f"look whether disk, network and devices are well, then `dvc repro` again, which goes on from here"
+    )
+
+
+def _text(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+
+
 def _how_it_ended(job: Job, code: int) -> str:
     """Where no rank had anything to say of itself."""
     folder = job.folder.path
-    lost = {int(path.stem.split("_")[1]): path.read_text() for path in folder.glob(f"{LOST}_*.txt")}
-    silent = sorted(set(range(job.processes)) - set(lost))
-    if silent and any(text.startswith("waited") for text in lost.values()):
-        who = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
-        return f"was ended: {who} did not answer for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES)"
     if any(folder.glob(f"{STOPPED}_*.txt")):
         return "was asked to end, and has left a snapshot"
-    log = folder / STDERR_FILE
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    text = _text(folder / STDERR_FILE)
     if first := re.search(r"Root Cause.*?\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", text, re.DOTALL):
         return f"failed: its rank {first[1]} {_ended(int(first[2]))}"
     return _ended(code)
@@ -221,7 +244,8 @@ def _how_it_ended(job: Job, code: int) -> str:
 
 def _ended(code: int) -> str:
     number = -code if code < 0 else code - 128  # srun and shells give 128 + n for signal n
+    if number == signal.SIGKILL:
+        return f"{_KILLED}, as the system does when memory runs out (then lower batch_size or SWAP_EVAL_BATCH)"
     if 0 < number < 65:
-        hint = ", as the system does when memory runs out" if number == signal.SIGKILL else ""
-        return f"was ended by signal {number}{hint}"
+        return f"was ended by signal {number}"
     return f"failed with exit code {code}"

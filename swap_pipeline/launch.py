@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -295,7 +294,7 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
     running: list[Work] = []
     failures: dict[str, str] = {}
     retries = {job.name: environment.num_retries() for job in jobs}
-    with _signals_as_exceptions(), display.shown():
+    with display.shown():
         try:
             while waiting or running:
                 waiting = [job for job in waiting if not job.folder.is_complete]
@@ -326,6 +325,7 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                     time.sleep(0.1)
         except Interrupted as interrupted:
             display.say(place.interrupted(interrupted.number, display))
+            interrupted.is_told = True
             raise
         finally:
             for work in running:
@@ -333,19 +333,3 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
             for work in running:
                 work.end()
     return failures
-
-
-@contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end the launcher's children first, then itself. `nohup` stays in force."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise Interrupted(number)
-
-    signals = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-    old = {number: signal.signal(number, interrupt) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
+from swap_pipeline import environment
 from swap_pipeline.jobs import (
     STDERR_FILE,
     Failure,
     Job,
     Machine,
     claim,
+    did_not_answer,
     for_one_node,
     forget_last_attempt,
     why_incomplete,
 )
-from swap_pipeline.progress import STDOUT_FILE, Display
+from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE, Display
+from swap_pipeline.pulse import Pulse
 from swap_pipeline.scratch import Lock, scratch_root
 
 
@@ -45,11 +49,11 @@ class Local:
                 locks.append(lock)
                 devices.append(device)
         if len(devices) == job.num_devices and (own := claim(job, display)):
-            command, environment = for_one_node(job, parent=os.getpid())
+            command, variables = for_one_node(job, parent=os.getpid())
             if job.device_type == "cuda":
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
             forget_last_attempt(job)
-            return Running(job, command, environment, [own, *locks])
+            return LocalRun(job, command, variables, [own, *locks])
         for lock in locks:
             lock.release()
         return None
@@ -66,7 +70,7 @@ class Running:
 
     patience_seconds = 5
 
-    def __init__(self, job: Job, command: list[str], environment: dict[str, str], locks: list[Lock]) -> None:
+    def __init__(self, job: Job, command: list[str], variables: dict[str, str], locks: list[Lock]) -> None:
         self.job = job
         self._locks = locks
         folder = job.folder.path
@@ -76,7 +80,7 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=environment,
+                env=variables,
                 start_new_session=True,  # signals reach it through the launcher, once
                 preexec_fn=self._die_with_launcher(),
             )
@@ -106,3 +110,30 @@ class Running:
     def release(self) -> None:
         for lock in self._locks:
             lock.release()
+
+
+class LocalRun(Running):
+    """On this machine, where a rank that is alone is watched: nobody else would notice that it hangs."""
+
+    _has_hung = False
+
+    def __init__(self, job: Job, command: list[str], variables: dict[str, str], locks: list[Lock]) -> None:
+        super().__init__(job, command, variables, locks)
+        signs = [job.folder.path / name for name in (PROGRESS_FILE, STDOUT_FILE, STDERR_FILE)]
+        limit = 60 * environment.timeout_minutes()
+        self._pulse = Pulse(self._process.pid, signs, limit_seconds=limit) if job.processes == 1 else None
+
+    def is_over(self) -> bool:
+        if super().is_over():
+            return True
+        if self._pulse is not None and self._pulse.is_lost():
+            self._has_hung = True
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        return self._has_hung
+
+    def failure(self) -> Failure | None:
+        failure = super().failure()
+        if failure is None or not self._has_hung:
+            return failure
+        return Failure(f"{self.job.name} {did_not_answer([0])}", may_pass=True)

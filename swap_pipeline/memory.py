@@ -17,12 +17,12 @@ def must_fit(what: str, *, remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise SwapError(f"{what} did not fit into memory: {remedy}") from None
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return "DefaultCPUAllocator" in str(error) or "out of memory" in str(error).lower()

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,28 @@ _PAUSE_SECONDS = 5
 class Interrupted(BaseException):
     """The launcher was asked to end by a signal; not an error, so nothing that handles errors sees it."""
 
+    is_told = False
+    """whether the user knows what becomes of the jobs that were at work"""
+
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
         self.number = number
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the launcher's children first, then itself. `nohup` stays in force."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted(number)
+
+    signals = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    old = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def is_rank() -> bool:
@@ -136,12 +155,15 @@ def run_stage(main: Callable[[], Any]) -> None:
 
         main = record(main)
     try:
-        main()
+        with contextlib.nullcontext() if is_rank() else signals_as_exceptions():
+            main()
     except SwapError as error:
         _leave_for_launcher(str(error))
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except Interrupted as interrupted:
+        if not interrupted.is_told:
+            print("interrupted: `dvc repro` goes on from here", flush=True)
         sys.exit(128 + interrupted.number)
     except Stopped:
         _leave_for_launcher("asked to end, state kept", kind=STOPPED)  # exit code 0: torchrun takes others for failures
@@ -177,9 +199,9 @@ def _of_the_disk(error: Exception) -> str:
 def _of_other_ranks(error: Exception) -> str:
     """What to tell of an error that only says that another rank is gone; empty for any other."""
     text = str(error)
-    if "Timed out waiting" in text:
+    if "Timed out waiting" in text or "wait timeout after" in text:
         return f"waited {timeout_minutes():g} minutes for another rank"
-    if "Connection closed by peer" in text or "Connection reset by peer" in text:
+    if any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")):
         return "another rank is gone"
     return ""
 

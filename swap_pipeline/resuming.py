@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from swap_pipeline.checkpoint import read_snapshot, write_snapshot
+from swap_pipeline.checkpoint import drop_snapshots, read_snapshot, write_snapshot
 from swap_pipeline.data import steps_per_epoch
 from swap_pipeline.distributed import Group
-from swap_pipeline.errors import shown
+from swap_pipeline.errors import SwapError, shown
 from swap_pipeline.runs import Epoch, Run
 from swap_pipeline.sgd import Sgd
+
+_Snapshot = tuple[dict[str, torch.Tensor], dict[str, Any]]
+_PAUSE_SECONDS, _PAUSES = 5, 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +121,28 @@ def _is_beginning(value: Any, run: Run, epoch: int, num_images: int) -> bool:
     return type(value["step"]) is int and 0 < value["step"] < steps and type(value["seconds"]) is float
 
 
+def _read_alike(folder: Path, misfit: Callable[..., str], group: Group) -> _Snapshot | None:
+    """The newest snapshot, which has to be the same for all ranks: from different ones, they would average gradients
+    of different weights. Every rank reads for itself, and on another machine may see a new file late."""
+    for pause in (0, *[_PAUSE_SECONDS] * _PAUSES):
+        time.sleep(pause)
+        found = read_snapshot(folder, misfit)
+        info = found[1] if found else {"curve": ()}
+        own = torch.tensor([len(info["curve"]), info.get("begun", {}).get("step", 0)], device=group.device)
+        of_ranks = group.gather(own).tolist()
+        if all(row == of_ranks[0] for row in of_ranks):
+            return found
+    raise SwapError(
+        f"the ranks do not see the same snapshots in {folder} (epoch and step by rank: {of_ranks}): "
+        f"look whether all nodes can read this folder, then `dvc repro` again"
+    )
+
+
 def resume(
     run: Run, network: nn.Module, sgd: Sgd, folder: Path, group: Group, *, num_images: int
 ) -> tuple[list[Epoch], Begun]:
     """Take up the newest snapshot; returns the curve so far, and how far the epoch after it has come."""
-    found = read_snapshot(folder, functools.partial(_misfit, run, network, sgd, group, num_images))
+    found = _read_alike(folder, functools.partial(_misfit, run, network, sgd, group, num_images), group)
     if found is None:
         return [], Begun.new(group)
     tensors, info = found
@@ -129,6 +150,9 @@ def resume(
         print(
             f"the snapshot was trained in {info['precision']}, not {sgd.scaler.precision}: starting afresh", flush=True
         )
+        group.wait()
+        if group.is_main:
+            drop_snapshots(folder)  # of later epochs than the first new ones, which would be taken for older
         return [], Begun.new(group)
     parts: dict[str, dict[str, torch.Tensor]] = {"network": {}, "momentum": {}, "ranks": {}, "sums": {}}
     for key, tensor in tensors.items():

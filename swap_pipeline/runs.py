@@ -33,6 +33,8 @@ class Run:
     """how images that are read from their files are seen, by epoch"""
     stop_accuracy: float = 100.0
     """τ in percent: the run ends with the first epoch whose training accuracy is above it"""
+    chance: str = ""
+    """for people, where the name does not tell it: which seed of `params.yaml` it is"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,12 +175,19 @@ class JobFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def collect(self, instance: Instance) -> None:
-        """Put the result where DVC expects it: links where the file system allows, else copies, never moves."""
+        """Put the result where DVC expects it: links where the file system allows, else copies, never moves.
+
+        What a launcher that was killed here left behind goes.
+        """
+        for leftover in instance.record.parent.glob(f".{instance.record.name}.*.tmp"):
+            leftover.unlink(missing_ok=True)
         if instance.has_models:
             made, checkpoints = sorted(self.result.glob("*.safetensors")), instance.checkpoints
             checkpoints.mkdir(parents=True, exist_ok=True)
             for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
                 stale.unlink()
+            for leftover in checkpoints.glob(".*.tmp"):
+                leftover.unlink(missing_ok=True)
             for path in made:
                 _link_or_copy(path, checkpoints / path.name)
         _link_or_copy(self.result / "record.json", instance.record)
@@ -209,11 +216,13 @@ def _link_or_copy(source: Path, target: Path) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-    os.replace(temporary, target)
-    temporary.unlink(missing_ok=True)  # replacing a file by another link to it leaves both names
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)  # replacing a file by another link to it leaves both names
 
 
 class Lock:

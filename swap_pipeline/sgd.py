@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import Optimizer
+from swap_pipeline.params import Optimizer, Precision
 from swap_pipeline.precision import Scaler
 from swap_pipeline.runs import Run
 
@@ -90,8 +90,8 @@ class FiniteGuard:
     _NEVER = 2**62
     _STEPS = 2**32  # more than any epoch has
 
-    def __init__(self, run: Run, device: torch.device, *, tolerance: int) -> None:
-        self._name, self._section = run.name, run.section
+    def __init__(self, run: Run, device: torch.device, *, precision: Precision, tolerance: int) -> None:
+        self._run, self._precision = run, precision
         self._tolerance = tolerance
         self._every = 1 if device.type == "cpu" else 50
         self._looked = 0
@@ -121,8 +121,10 @@ class FiniteGuard:
             raise self._error(f"the loss is not finite in epoch {epoch + 1}; such steps were")
 
     def _error(self, what: str) -> SwapError:
-        other = ", or set compute.precision to bf16 or fp32" if self._tolerance else ""
+        run, wider = self._run, {"fp16": "bf16 or fp32", "bf16": "fp32"}.get(self._precision)
+        chance = f" ({run.chance})" if run.chance else ""
         return SwapError(
-            f"{self._name}: {what} not taken and no checkpoint written: "
-            f"lower {self._section}.peak_lr (or lengthen the warm-up){other}"
+            f"{run.name}{chance}: {what} not taken and no checkpoint written: "
+            f"lower {run.section}.peak_lr (or lr_knots; or lengthen the warm-up)"
+            + (f", or set compute.precision to {wider}" if wider else "")
         )

@@ -17,6 +17,7 @@ from swap_pipeline.data import Split, batch_share, check_augment, derive_seed, d
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.evaluation import evaluate
+from swap_pipeline.memory import is_out_of_memory, must_fit
 from swap_pipeline.params import Augment, Compute, Optimizer, check_divisible
 from swap_pipeline.placement import set_up
 from swap_pipeline.precision import Scaler, autocast
@@ -63,7 +64,7 @@ def train(
     if curve or begun.step:
         after = f"epoch {len(curve)}" + (f" and {begun.step} steps" if begun.step else "")
         reporter.done(len(curve), f"going on after {after}")
-    guard = FiniteGuard(run, group.device, tolerance=scaler.tolerance)
+    guard = FiniteGuard(run, group.device, precision=scaler.precision, tolerance=scaler.tolerance)
     stop = StopRequest(snapshots, of_main=group.number_of_main)
 
     while not (finished := reason_to_stop(run, curve)):
@@ -96,26 +97,31 @@ def train(
         sums = begun.sums
         rate = 0.0
         network.train()
-        for step, (images, labels) in enumerate(batches, start=begun.step):
-            rate = run.learning_rate(epoch + step / steps)
-            # For dropout and the like: a function of the step, never of how often the process was started.
-            torch.manual_seed(derive_seed("step", run.seed, epoch, step, group.rank))
-            with autocast(compute.precision, group.device):
-                logits = parallel(images)
-                loss = nn.functional.cross_entropy(logits, labels, label_smoothing=optimizer.label_smoothing)
-            sgd.zero_grad()
-            scaler.scale(loss).backward()
-            sgd.step(rate, skip_if=guard.look(epoch, step, sgd.gradients()))
-            with torch.no_grad():
-                sums[0] += loss.detach() * len(labels)
-                sums[1] += (logits.argmax(dim=1) == labels).sum()
-            reporter.step(epoch, step, steps)
-            if step + 1 < steps and stop.is_due():
-                guard.check()
-                group.finish_queued_work()
-                seconds = begun.seconds + time.perf_counter() - began
-                keep(run, snapshots, network, sgd, curve, group, Begun(step=step + 1, sums=sums, seconds=seconds))
-                raise Stopped
+        too_much = must_fit(
+            f"{run.name}: a batch of {batch_size // group.world_size} images on each device",
+            remedy=f"lower {run.section}.batch_size",
+        )
+        with too_much:
+            for step, (images, labels) in enumerate(batches, start=begun.step):
+                rate = run.learning_rate(epoch + step / steps)
+                # For dropout and the like: a function of the step, never of how often the process was started.
+                torch.manual_seed(derive_seed("step", run.seed, epoch, step, group.rank))
+                with autocast(compute.precision, group.device):
+                    logits = parallel(images)
+                    loss = nn.functional.cross_entropy(logits, labels, label_smoothing=optimizer.label_smoothing)
+                sgd.zero_grad()
+                scaler.scale(loss).backward()
+                sgd.step(rate, skip_if=guard.look(epoch, step, sgd.gradients()))
+                with torch.no_grad():
+                    sums[0] += loss.detach() * len(labels)
+                    sums[1] += (logits.argmax(dim=1) == labels).sum()
+                reporter.step(epoch, step, steps)
+                if step + 1 < steps and stop.is_due():
+                    guard.check()
+                    group.finish_queued_work()
+                    seconds = begun.seconds + time.perf_counter() - began
+                    keep(run, snapshots, network, sgd, curve, group, Begun(step=step + 1, sums=sums, seconds=seconds))
+                    raise Stopped
         guard.check()
         loss_sum, hits = group.sum(sums).tolist()
         guard.check_loss(epoch, loss_sum)
@@ -175,6 +181,11 @@ def _try_out(network: nn.Module, image_shapes: Set[tuple[int, ...]], num_classes
                 output = network(torch.zeros(2, *shape, device=group.device))
         except Exception as error:
             size, why = "×".join(map(str, shape[1:])), " ".join(str(error).split())
+            if is_out_of_memory(error):
+                raise SwapError(
+                    f"two images of {size} pixels and the network of params.yaml (model) did not fit into memory: take "
+                    f"a smaller network or image_size, or free the device of other processes"
+                ) from None
             raise SwapError(
                 f"the network of params.yaml (model) cannot take images of {size} pixels ({type(error).__name__}: "
                 f"{why}): change image_size or model.options, or take another one"

@@ -37,6 +37,7 @@ def make_run(
     cycles: int = 1,
     first_epoch: int = 0,
     stop_accuracy: float = 100.0,
+    chance: str = "",
 ) -> Run:
     """A section of `params.yaml` as a run of the loop."""
     return Run(
@@ -48,6 +49,7 @@ def make_run(
         learning_rate=learning_rate_of(given, epochs=epochs, cycles=cycles, first_epoch=first_epoch),
         view=_view_of(given, first_epoch),
         stop_accuracy=stop_accuracy,
+        chance=chance,
     )
 
 
@@ -63,7 +65,8 @@ def open_data(setting: Setting, group: Group) -> tuple[Meta, Split, Split]:
     """The prepared data set for this rank's device: what is known of it, training and test images."""
     meta = read_meta(PREPARED)
     if meta.in_memory:
-        return meta, read_images(PREPARED, "train", group.device), read_images(PREPARED, "test", group.device)
+        with must_fit("the prepared images", remedy="lower data.max_gb_in_memory, so that they stay in their files"):
+            return meta, read_images(PREPARED, "train", group.device), read_images(PREPARED, "test", group.device)
     from swap_pipeline.loader import FileImages  # with torchvision, which doubles the time that a rank needs to start
 
     def split(name: str) -> FileImages:
@@ -169,11 +172,7 @@ def run_training_job(
                 write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
 
         watched = progress or folder.path
-        share = max(run.batch_size(epoch) for epoch in range(run.epochs)) // group.world_size
-        too_much = must_fit(
-            f"{run.name}: a batch of {share} images on each device", remedy=f"lower {run.section}.batch_size"
-        )
-        with too_much, _explained(setting.compute):
+        with _explained(setting.compute):
             record = train(
                 run,
                 network,

@@ -13,7 +13,8 @@ from filelock import FileLock
 SHORT = ("SIGKILL of one rank of phase 1", "SIGKILL while a worker writes", "disk full in phase 2")
 LONGER = (
     "read-only scratch",
-    "a rank that hangs",
+    "a worker that hangs",
+    "a rank of phase 1 that hangs",
     "dvc repro: SIGKILL of dvc alone",
     "dvc repro: a worker that always dies",
 )
@@ -23,9 +24,11 @@ LONGER = (
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Project:
     folder = tmp_path_factory.getbasetemp().parent / "chaos"
     with FileLock(f"{folder}.lock"):
-        if (folder / "reference").exists():
+        if (folder / "finished").exists():
             return Project(folder / "reference", {"SWAP_NPROC": "2"})
-        return make_reference(folder)
+        project = make_reference(folder)
+        (folder / "finished").touch()
+        return project
 
 
 @pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONGER)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from swap_pipeline import checkpoint
 from swap_pipeline.checkpoint import (
     Spec,
     TensorFile,
@@ -523,6 +525,20 @@ def test_a_damaged_snapshot_is_set_aside_and_the_one_before_it_taken(
     assert not newest.exists()
     assert [path.read_bytes() for path in tmp_path.glob("*.damaged")] == [harmed]
     assert newest.name in capsys.readouterr().out
+
+
+def test_a_snapshot_that_the_disk_does_not_give_out_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_snapshots(tmp_path, [4, 5])
+
+    def fail(*_: object, **__: object) -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint, "safe_open", fail)
+    with pytest.raises(SwapError, match=r"snapshot_000005.safetensors cannot be read: Input/output error"):
+        read_snapshot(tmp_path)
+    assert names_in(tmp_path) == ["snapshot_000004.safetensors", "snapshot_000005.safetensors"]
 
 
 def test_when_every_snapshot_is_damaged_there_is_none(tmp_path: Path) -> None:

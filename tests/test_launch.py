@@ -99,9 +99,9 @@ def test_on_a_cpu_two_ranks_share_the_cores(
 def test_nohup_stays_in_force_and_other_signals_become_exceptions() -> None:
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with launch._signals_as_exceptions():
+        with ranks.signals_as_exceptions():
             os.kill(os.getpid(), signal.SIGHUP)
-            with pytest.raises(launch.Interrupted):
+            with pytest.raises(ranks.Interrupted):
                 os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGHUP, old)

@@ -95,12 +95,15 @@ def test_an_fp16_run_taken_up_again_ends_in_the_same_bytes(tmp_path: Path) -> No
 
 def test_a_snapshot_of_another_precision_is_not_taken_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`auto` may mean another one on another machine; half and half would be neither."""
-    train_here(small_network(), tmp_path, replace(a_run(), epochs=1), compute=replace(COMPUTE, precision="bf16"))
+    train_here(small_network(), tmp_path, replace(a_run(), epochs=3), compute=replace(COMPUTE, precision="bf16"))
     afresh, alone = small_network(), small_network()
     (tmp_path / "alone").mkdir()
     train_here(afresh, tmp_path)
     train_here(alone, tmp_path / "alone")
     assert "the snapshot was trained in bf16, not fp32: starting afresh" in capsys.readouterr().out
+    one_epoch = replace(a_run(), epochs=1)
+    train_here(small_network(), tmp_path, one_epoch, compute=replace(COMPUTE, precision="bf16"))
+    assert [path.name for path in tmp_path.glob("snapshot_*")] == ["snapshot_000001.safetensors"]  # to go on from
     assert torch.equal(weights_of(afresh), weights_of(alone))
 
 

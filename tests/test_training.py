@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT
 from torch import nn
 
+from swap_pipeline import resuming
 from swap_pipeline.data import Images
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
@@ -352,10 +353,32 @@ def test_a_run_taken_up_at_any_epoch_ends_in_the_same_bytes(tmp_path: Path) -> N
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_leaves_the_last_snapshot(tmp_path: Path) -> None:
     run = replace(a_run(), learning_rate=lambda epoch: 0.05 if epoch < 1 else 1e30)
     network = small_network()
-    with pytest.raises(SwapError, match=r"phase1: loss or gradient is not finite at epoch 2, step [23]; .*peak_lr"):
+    run = replace(run, chance="phase1.seed 4")
+    message = r"phase1 \(phase1\.seed 4\): loss or gradient is not finite at epoch 2, step [23]; .*peak_lr"
+    with pytest.raises(SwapError, match=message):
         train_here(network, tmp_path, run)
     assert [path.name for path in tmp_path.glob("snapshot_*")] == ["snapshot_000001.safetensors"]
     assert torch.isfinite(weights_of(network)).all()
+
+
+def test_ranks_that_see_different_snapshots_do_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_here(small_network(), tmp_path, replace(a_run(), epochs=2))
+    monkeypatch.setattr(resuming, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(Group, "gather", lambda group, own: torch.stack([own, own - torch.tensor([1, 0])]))
+    with pytest.raises(SwapError, match=r"do not see the same snapshots in .*\[\[2, 0\], \[1, 0\]\]"):
+        train_here(small_network(), tmp_path)
+
+
+def test_a_batch_that_does_not_fit_is_named_as_it_is_in_that_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(loss: torch.Tensor, *_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "backward", fail)
+    run = replace(a_run(), batch_size=lambda epoch: 5 if epoch < 1 else 10)
+    with pytest.raises(SwapError, match=r"a batch of 5 images on each device did not fit .* lower phase1\.batch_size"):
+        train_here(small_network(), tmp_path, run)
 
 
 def test_the_memory_layout_changes_nothing_but_rounding(tmp_path: Path) -> None:

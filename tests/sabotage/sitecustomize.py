@@ -51,14 +51,17 @@ def die(seed: int, *, times: int, counter: str) -> None:
 
 def spoil(step: int) -> None:
     """From the given step on, the loss is not finite."""
+    import torch
     from torch.nn import functional
 
     plain, calls = functional.cross_entropy, 0
 
     def cross_entropy(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
-        calls += 1
         loss = plain(*arguments, **options)
+        if torch.is_inference_mode_enabled():  # an evaluation
+            return loss
+        calls += 1
         return loss * float("inf") if calls > step else loss
 
     functional.cross_entropy = cross_entropy
