@@ -127,7 +127,7 @@ def _read_alike(folder: Path, misfit: Callable[..., str], group: Group) -> _Snap
     for pause in (0, *[_PAUSE_SECONDS] * _PAUSES):
         time.sleep(pause)
         found = read_snapshot(folder, misfit)
-        info = found[1] if found else {"curve": ()}
+        info: Mapping[str, Any] = found[1] if found else {"curve": ()}
         own = torch.tensor([len(info["curve"]), info.get("begun", {}).get("step", 0)], device=group.device)
         of_ranks = group.gather(own).tolist()
         if all(row == of_ranks[0] for row in of_ranks):

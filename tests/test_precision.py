@@ -6,12 +6,13 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_training import COMPUTE, PLAIN, a_run, small_network, train_here, weights_of
 
-from swap_pipeline import precision
+from swap_pipeline import precision, training
 from swap_pipeline.errors import SwapError
 from swap_pipeline.params import Precision
 
@@ -101,10 +102,23 @@ def test_a_snapshot_of_another_precision_is_not_taken_up(tmp_path: Path, capsys:
     train_here(afresh, tmp_path)
     train_here(alone, tmp_path / "alone")
     assert "the snapshot was trained in bf16, not fp32: starting afresh" in capsys.readouterr().out
-    one_epoch = replace(a_run(), epochs=1)
-    train_here(small_network(), tmp_path, one_epoch, compute=replace(COMPUTE, precision="bf16"))
-    assert [path.name for path in tmp_path.glob("snapshot_*")] == ["snapshot_000001.safetensors"]  # to go on from
     assert torch.equal(weights_of(afresh), weights_of(alone))
+
+
+def test_what_is_trained_afresh_can_be_gone_on_with_from_its_first_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_here(small_network(), tmp_path, compute=replace(COMPUTE, precision="bf16"))
+    keep = training.keep
+
+    def keep_and_die(*arguments: Any) -> None:
+        keep(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "keep", keep_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train_here(small_network(), tmp_path)
+    assert [path.name for path in tmp_path.glob("snapshot_*")] == ["snapshot_000001.safetensors"]
 
 
 def test_a_cpu_that_dies_of_half_precision_is_found_out_before_training(
