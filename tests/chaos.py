@@ -114,6 +114,12 @@ class Running:
     def __init__(self, project: Project, *command: str, limit: int | None = None, **environment: str) -> None:
         self.project = project
         self._log = project.root / "chaos.log"
+
+        def before() -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where this runs in the background
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -122,7 +128,7 @@ class Running:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+                preexec_fn=before,
             )
 
     @property
