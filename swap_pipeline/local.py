@@ -12,6 +12,7 @@ from swap_pipeline.jobs import (
     Job,
     Machine,
     claim,
+    describe,
     for_one_node,
     forget_last_attempt,
     why_incomplete,
@@ -49,6 +50,7 @@ class Local:
             if job.device_type == "cuda":
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
             forget_last_attempt(job)
+            describe(job)
             return Running(job, command, environment, [own, *locks])
         for lock in locks:
             lock.release()
