@@ -2,7 +2,8 @@
 
 A run is listed if the present `params.yaml` has it: the phases with all workers, and the comparisons with all
 repeats. Its scratch is found by its fingerprint, for any number of processes and threads, since those come from the
-environment. Jobs at work hold a lock, or wait in Slurm's queue, and are never touched.
+environment: for those that the jobs in scratch had, and for any that a machine may have. Jobs at work hold a lock, or
+wait in Slurm's queue, and are never touched.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from swap_pipeline.environment import num_cores
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import ANALYSES, BASELINES, SWA_STARTS, Instance
+from swap_pipeline.jobs import load
 from swap_pipeline.params import Params, read_params
-from swap_pipeline.sbatch import is_in_queue
+from swap_pipeline.sbatch import LOGS, is_in_queue
 from swap_pipeline.scratch import RESULT, Lock, facts_of, fingerprints, hash_of, scratch_root
 
 _JOB = re.compile(r"[0-9a-f]{20}")
-# However processes and threads were chosen, with SWAP_NPROC or by a larger machine, they shared so many cores.
+# Of jobs that do not say what they had (`torchrun` by hand): they shared so many cores.
 _MAX_CORES = 64
 _MAX_GPUS = 1024
-# Not of any job: what torch.compile made, and official files of data sets. Both can be had again, at a price.
-_CACHES = ("compiled", "downloads")
+# Not of one job: what torch.compile made, official files of data sets, and what Slurm said of its jobs.
+_SHARED = {
+    "compiled": "code that was compiled",
+    "downloads": "data sets that were downloaded",
+    LOGS: "what Slurm said of its jobs",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +59,10 @@ def look(*, everything: bool = False) -> list[Entry]:
     needed: set[str] = set()
     unsure: dict[str, str] = {}
     if not everything:
-        needed, unsure = _needed(read_params())
-    return [
-        *(_job_entry(path, needed, unsure) for path in job_folders(root)),
-        *(_cache_entry(root / name, is_needed=not everything) for name in _CACHES if (root / name).is_dir()),
-    ]
+        needed, unsure = _needed(read_params(), job_folders(root))
+    jobs = [_job_entry(path, needed, unsure) for path in job_folders(root)]
+    shared = [root / name for name in _SHARED if (root / name).is_dir()]
+    return [*jobs, *(_shared_entry(path, is_needed=not everything) for path in shared)]
 
 
 def remove(entries: Sequence[Entry]) -> list[Entry]:
@@ -66,7 +72,7 @@ def remove(entries: Sequence[Entry]) -> list[Entry]:
 
 def job_folders(root: Path) -> list[Path]:
     """The folders of all jobs; whatever else lies in scratch is nobody's business here."""
-    stages = [path for path in sorted(root.glob("*")) if path.is_dir() and path.name not in (*_CACHES, "devices")]
+    stages = [path for path in sorted(root.glob("*")) if path.is_dir() and path.name not in (*_SHARED, "devices")]
     return [path for stage in stages for path in sorted(stage.iterdir()) if _JOB.fullmatch(path.name) and path.is_dir()]
 
 
@@ -83,7 +89,7 @@ def listed_instances(params: Params) -> list[Instance]:
     return [*phases, *others, *again, *once]
 
 
-def _needed(params: Params) -> tuple[set[str], dict[str, str]]:
+def _needed(params: Params, folders: Sequence[Path]) -> tuple[set[str], dict[str, str]]:
     """Fingerprints of all listed runs; and stages of which that of some run cannot be known, with the reason."""
     most = max(_MAX_CORES, num_cores())
     counts = range(1, most + 1)
@@ -94,6 +100,9 @@ def _needed(params: Params) -> tuple[set[str], dict[str, str]]:
         for processes in counts
         for threads in range(1, most // processes + 1)
     ]
+    for path in folders:
+        if (found := _facts_in(path)) and found not in facts:
+            facts.append(found)
     needed: set[str] = set()
     unsure: dict[str, str] = {}
     hash_once = functools.cache(hash_of)
@@ -103,6 +112,15 @@ def _needed(params: Params) -> tuple[set[str], dict[str, str]]:
         except (SwapError, OSError, KeyError) as error:
             unsure[instance.stage] = str(error).partition(":")[0]
     return needed, unsure
+
+
+def _facts_in(folder: Path) -> dict[str, Any] | None:
+    """What the job of this folder had, as its launcher left it there."""
+    try:
+        job, _ = load(folder)
+    except (SwapError, AttributeError, KeyError, TypeError):  # not there, or damaged
+        return None
+    return facts_of(device_type=job.device_type, processes=job.processes, threads=job.threads)
 
 
 def _job_entry(path: Path, needed: set[str], unsure: dict[str, str]) -> Entry:
@@ -120,9 +138,13 @@ def _job_entry(path: Path, needed: set[str], unsure: dict[str, str]) -> Entry:
     return Entry(path=path, num_bytes=freed_bytes(path), is_needed=is_needed, is_running=is_running, why=why)
 
 
-def _cache_entry(path: Path, *, is_needed: bool) -> Entry:
-    what = {"compiled": "code that was compiled", "downloads": "data sets that were downloaded"}[path.name]
-    return Entry(path=path, num_bytes=freed_bytes(path), is_needed=is_needed, is_running=False, why=what)
+def _shared_entry(path: Path, *, is_needed: bool) -> Entry:
+    num_bytes, why = freed_bytes(path), _SHARED[path.name]
+    return Entry(path=path, num_bytes=num_bytes, is_needed=is_needed, is_running=_is_written_to(path), why=why)
+
+
+def _is_written_to(shared: Path) -> bool:
+    return shared.name == LOGS and any(_is_running(path) for path in job_folders(shared.parent))
 
 
 def _locks(folder: Path) -> list[Lock]:
@@ -143,8 +165,10 @@ def _remove(folder: Path) -> bool:
     if folder.is_symlink():
         folder.unlink()
         return True
+    if _is_written_to(folder):
+        return False
     # Held until it is gone, so that nobody starts in a folder that is about to vanish.
-    locks = [*_locks(folder), *([] if folder.name in _CACHES else [Lock(folder / "launcher.lock")])]
+    locks = [*_locks(folder), *([] if folder.name in _SHARED else [Lock(folder / "launcher.lock")])]
     held: list[Lock] = []
     try:
         for lock in {str(lock.path): lock for lock in locks}.values():

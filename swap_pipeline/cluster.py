@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from swap_pipeline import environment
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import ANALYSES, BASELINES, PHASES, SWA_STARTS
 from swap_pipeline.jobs import Machine
+from swap_pipeline.slurm import ask
 
 _STAGES = (*PHASES, "averaged", *BASELINES, *SWA_STARTS, *ANALYSES)
 _KEYS = ("nodes", "gpus_per_node", "gpu_type", "cpus_per_node", "max_requeues", "signal_seconds", "sbatch")
@@ -84,17 +84,17 @@ def parse(tree: Any) -> Cluster:
         if key not in _KEYS:
             raise SwapError(f"cluster.yaml: there is no entry {key}: choose from {', '.join(_KEYS)}")
     gpus = _whole(tree, "gpus_per_node", least=0)
-    wanted = os.environ.get("SWAP_DEVICE") or ("cuda" if gpus else "cpu")
-    if wanted == "cuda" and not gpus:
+    if environment.wanted_device() == "cuda" and not gpus:
         raise SwapError("SWAP_DEVICE is cuda, but cluster.yaml has gpus_per_node: 0")
+    device_type = environment.device_type(has_gpu=bool(gpus))
     cores = _whole(tree, "cpus_per_node")
     gpu_type = tree.get("gpu_type") or ""
     if not isinstance(gpu_type, str):
         raise _wrong("gpu_type", gpu_type, "write a name, as `sinfo -o %G` shows it")
     return Cluster(
         machine=Machine(
-            device_type=environment.device_type(has_gpu=bool(gpus)),
-            devices=tuple(map(str, range(gpus if wanted == "cuda" else cores))),
+            device_type=device_type,
+            devices=tuple(map(str, range(gpus if device_type == "cuda" else cores))),
             cores=cores,
             nodes=_whole(tree, "nodes"),
         ),
@@ -161,7 +161,7 @@ def allocation() -> Machine:
         raise SwapError(
             "SWAP_LAUNCHER is srun, but this is no Slurm job: start it with salloc or sbatch, as in README.md"
         )
-    nodes, gpus = num_allocated_nodes(), _gpus_on_node()
+    nodes, gpus = num_allocated_nodes(), 0 if environment.wanted_device() == "cpu" else _gpus_on_node()
     # `4(x2),2`: two nodes with 4 cores each and one with 2
     cores = min(int(part.partition("(")[0]) for part in _of_the_job("SLURM_JOB_CPUS_PER_NODE").split(","))
     device_type = environment.device_type(has_gpu=bool(gpus))
@@ -183,18 +183,43 @@ def is_on_allocated_node() -> bool:
 def _gpus_on_node() -> int:
     """As Slurm says it: a batch script is told how many it has, a shell of `salloc` what was asked for, if in words
     of its own; `--gres` is known to the controller alone."""
-    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"):
-        if number := re.fullmatch(r"(?:.*[:=])?(\d+)", os.environ.get(name, "")):
-            return int(number[1]) // (num_allocated_nodes() if name == "SLURM_GPUS" else 1)
+    nodes = num_allocated_nodes()
+    on_node, tasks = _number("SLURM_GPUS_ON_NODE") or _number("SLURM_GPUS_PER_NODE"), _number("SLURM_NTASKS")
+    if on_node:
+        return on_node
+    if total := _number("SLURM_GPUS") or _number("SLURM_GPUS_PER_TASK") * tasks:
+        return _on_each(total, nodes)
     try:
-        asked = ["scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"]]
-        text = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return gpus_in(text)
+        description = ask("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
+    except SwapError as error:  # never to be taken for a job without GPUs, which trains on CPU
+        raise SwapError(
+            f"{error}: so it is not known whether this job has GPUs; run `dvc repro` again, "
+            f"with SWAP_DEVICE=cpu if it has none"
+        ) from None
+    return gpus_in(description, nodes=nodes)
 
 
-def gpus_in(description: str) -> int:
-    """GPUs on each node, in what `scontrol show job` prints."""
-    number = re.search(r"TresPerNode=\S*?gpu(?::[a-z][\w-]*)?[:=](\d+)", description, re.IGNORECASE)
+def _number(variable: str) -> int:
+    """`8`, or `a100:8`; 0 if it is not set."""
+    number = re.fullmatch(r"(?:.*[:=])?(\d+)", os.environ.get(variable, ""))
     return int(number[1]) if number else 0
+
+
+def _on_each(total: int, nodes: int) -> int:
+    if 0 < total < nodes:
+        raise SwapError(f"this job has {nodes} nodes, but GPUs: {total}: ask for --gpus-per-node, or for fewer nodes")
+    return total // nodes
+
+
+def gpus_in(description: str, *, nodes: int) -> int:
+    """GPUs on each node, in what `scontrol show job` prints: what was asked for a node, or what all have."""
+
+    def number(key: str) -> int:
+        found = re.search(rf"\b{key}=\S*?gpu(?::[\w.-]+)?[:=](\d+)(?![\w.:=-])", description, re.IGNORECASE)
+        return int(found[1]) if found else 0
+
+    if on_node := number("TresPerNode"):
+        return on_node
+    tasks = re.search(r"\bNumTasks=(\d+)", description)
+    total = number("(?:Alloc)?TRES") or number("TresPerJob") or number("TresPerTask") * int(tasks[1] if tasks else 0)
+    return _on_each(total, nodes)

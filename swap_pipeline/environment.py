@@ -1,4 +1,5 @@
-"""The `SWAP_…` environment variables and the cores: where and how a job runs. Each is read here and nowhere else.
+"""The cores, and the `SWAP_…` environment variables that are the user's: where and how a job runs. Each is read here
+and nowhere else.
 
 None of them can change what is computed, apart from the number of processes, which decides how batch norm's statistics
 are shared, and from rounding.
@@ -16,11 +17,17 @@ JOB = "SWAP_JOB"
 """the scratch folder of the job that a rank belongs to; set by the launcher, never by the user"""
 
 
-def device_type(*, has_gpu: bool) -> str:
-    """SWAP_DEVICE: `cpu` or `cuda`; by default a GPU where there is one."""
-    wanted = os.environ.get("SWAP_DEVICE") or ("cuda" if has_gpu else "cpu")
-    if wanted not in ("cpu", "cuda"):
+def wanted_device() -> str | None:
+    """SWAP_DEVICE: `cpu` or `cuda`; None: not said."""
+    wanted = os.environ.get("SWAP_DEVICE") or None
+    if wanted not in (None, "cpu", "cuda"):
         raise SwapError(f"SWAP_DEVICE is {wanted!r}: choose cpu or cuda")
+    return wanted
+
+
+def device_type(*, has_gpu: bool) -> str:
+    """The device that is wanted; by default a GPU where there is one."""
+    wanted = wanted_device() or ("cuda" if has_gpu else "cpu")
     if wanted == "cuda" and not has_gpu:
         raise SwapError("SWAP_DEVICE is cuda, but no GPU can be seen: check `nvidia-smi`, or set SWAP_DEVICE=cpu")
     return wanted
@@ -73,7 +80,7 @@ def num_loaders(default: int) -> int:
 
 
 def timeout_minutes() -> float:
-    """SWAP_TIMEOUT_MINUTES: how long a rank waits for the others."""
+    """SWAP_TIMEOUT_MINUTES: how long a rank waits for the others, and a launcher for Slurm's controller."""
     text = os.environ.get("SWAP_TIMEOUT_MINUTES") or "30"
     try:
         minutes = float(text)

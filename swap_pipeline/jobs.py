@@ -124,6 +124,12 @@ def save(job: Job, **more: object) -> None:
     write_json(job.folder.path / _SAVED, described)
 
 
+def describe(job: Job) -> None:
+    """Leave a description for people and `swap clean`; one that is there may be needed by a job that was submitted."""
+    if not (job.folder.path / _SAVED).exists():
+        save(job)
+
+
 def load(folder: Path) -> tuple[Job, dict[str, Any]]:
     """A job as it was saved, and what was saved with it."""
     tree = read_json(folder / _SAVED)

@@ -304,7 +304,7 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                     waiting.remove(work.job)
                     running.append(work)
                     display.watch(work.job.name, work.job.folder.path)
-                if waiting and not running:
+                if waiting and not running and place.shares_devices:
                     display.say_once(f"{waiting[0].name}: waiting, its devices are in use by another process")
                 for work in [work for work in running if work.is_over()]:
                     running.remove(work)

@@ -15,6 +15,7 @@ from swap_pipeline.jobs import (
     Machine,
     claim,
     did_not_answer,
+    describe,
     for_one_node,
     forget_last_attempt,
     why_incomplete,
@@ -53,6 +54,7 @@ class Local:
             if job.device_type == "cuda":
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
             forget_last_attempt(job)
+            describe(job)
             return LocalRun(job, command, variables, [own, *locks])
         for lock in locks:
             lock.release()

@@ -12,7 +12,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -37,8 +36,11 @@ from swap_pipeline.jobs import (
 from swap_pipeline.progress import Display
 from swap_pipeline.ranks import Interrupted
 from swap_pipeline.scratch import JobFolder, Lock, scratch_root
+from swap_pipeline.slurm import Patience, SilentControllerError, ask
 
 TICKET = "slurm_job"
+LOGS = "slurm"
+"""in scratch: what Slurm itself has to say of jobs"""
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
@@ -52,34 +54,6 @@ _MAX_COMMENT = 1000
 """characters; Slurm refuses a job with more than 1,024"""
 
 
-class SilentControllerError(SwapError):
-    """Slurm does not answer."""
-
-
-def _slurm(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        raise SwapError(
-            f"{command[0]} is not on PATH: start this on a login node of the cluster, or SWAP_LAUNCHER=local"
-        )
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_outside_of_jobs())
-    except subprocess.TimeoutExpired:
-        raise SilentControllerError(f"{command[0]}: Slurm did not answer for 60 seconds") from None
-    if done.returncode == 0:
-        return done.stdout
-    lines = [line.partition("error: ")[2] or line for line in done.stderr.strip().splitlines()]
-    what = f"{command[0]}: {lines[-1] if lines else f'exit code {done.returncode}'}"
-    silent = any("contact slurm controller" in line.lower() or "timed out" in line.lower() for line in lines)
-    raise SilentControllerError(what) if silent else SwapError(what)
-
-
-def _outside_of_jobs() -> dict[str, str]:
-    """The environment without what Slurm says of a job that this launcher may be in, which a new job would take for its
-    own (number of restarts, place in an array), and without a user's filters for his looks at the queue."""
-    foreign = ("SLURM_", "SQUEUE_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(foreign) or name == "SLURM_CONF"}
-
-
 @dataclass(frozen=True)
 class Ticket:
     """What a job was submitted as: a name like no other, and its place if that is an array."""
@@ -91,7 +65,7 @@ class Ticket:
     def log(self) -> Path:
         """What Slurm itself has to say of the job."""
         place = "" if self.index is None else f"-{self.index}"
-        return scratch_root() / "slurm" / f"{self.name}{place}.log"
+        return scratch_root() / LOGS / f"{self.name}{place}.log"
 
 
 @dataclass(frozen=True)
@@ -112,13 +86,13 @@ class Queue:
         self.states: dict[Ticket, State] = {}
         self.looked = 0.0
         self._pause, self._next = 0.5, 0.0
-        self._silent_since: float | None = None
+        self._patience = Patience()
 
     def look(self, names: Collection[str]) -> dict[Ticket, State]:
         """What has become of jobs of these names, as far as Slurm remembers."""
         if not names:
             return {}
-        lines = _slurm("squeue", "-h", "-r", "-t", "all", "--name", ",".join(names), "-o", "%i|%j|%T|%P|%r|%K")
+        lines = ask("squeue", "-h", "-r", "-t", "all", "--name", ",".join(names), "-o", "%i|%j|%T|%P|%r|%K")
         found = {}
         for line in lines.splitlines():
             number, name, word, partition, reason, index = (part.strip() for part in line.split("|"))
@@ -134,16 +108,9 @@ class Queue:
         try:
             found = self.look(names)
         except SwapError as error:  # whatever it is: nobody is to lose a night for one bad answer
-            self._silent_since = self._silent_since or began
-            display.say_once(f"{error}: waiting for it to come back; jobs that run go on meanwhile")
-            if began - self._silent_since > 60 * environment.timeout_minutes():
-                raise SwapError(
-                    f"{error}, for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES): nothing is lost, "
-                    f"`dvc repro` finds the jobs when Slurm answers again"
-                ) from None
-            self._next = time.monotonic() + min(self._pause, 60 * environment.timeout_minutes() / 4)
+            self._next = time.monotonic() + self._patience.seconds_to_wait(error, display)
             return False
-        self._silent_since = None
+        self._patience.renew()
         self.looked = began
         changed = found != self.states
         self.states = found
@@ -155,7 +122,7 @@ class Queue:
         """Of the first of these jobs that wait, among all that wait for the same partition."""
         ids = [state.id for state in states]
         partition = next(iter(states)).partition
-        line = _slurm("squeue", "-h", "-r", "-t", "PENDING", "-p", partition, "--sort=-p,i", "-o", "%i").split()
+        line = ask("squeue", "-h", "-r", "-t", "PENDING", "-p", partition, "--sort=-p,i", "-o", "%i").split()
         places = [line.index(number) for number in ids if number in line]
         return f"place {min(places) + 1} of {len(line)} in {partition}" if places else partition
 
@@ -168,23 +135,38 @@ class Sbatch:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._queue = Queue()
+        self._patience = Patience()
+        self._next_start = 0.0
         self._at_work: list[Submitted] = []
+        self._starting: list[Job] = []
+        """of which it is not known yet whether Slurm has them"""
         self._said = ""
         self._waits, self._next_place = False, 0.0
 
     def start(self, jobs: Sequence[Job], *, room: int, display: Display) -> list[Submitted]:
-        """All of the jobs at once: it is for Slurm to say when each of them has its turn."""
+        """All of the jobs at once: it is for Slurm to say when each of them has its turn.
+
+        None of them while Slurm does not answer. What it has taken all the same is found at the next try.
+        """
+        if time.monotonic() < self._next_start:
+            return []
         claimed = [(job, lock) for job in jobs if (lock := claim(job, display))]
+        self._starting = [job for job, _ in claimed]
         try:
             started = self._find(claimed, display)
             fresh = [pair for pair in claimed if pair[0] not in {work.job for work in started}]
             for _, group in itertools.groupby(fresh, key=lambda pair: _shape(pair[0])):
                 started += self._submit(list(group), display)
-        except SwapError:
+        except SwapError as error:
             for _, lock in claimed:
                 lock.release()
-            raise
+            if not isinstance(error, SilentControllerError):
+                raise
+            self._next_start = time.monotonic() + self._patience.seconds_to_wait(error, display)
+            return []
+        self._patience.renew()
         self._at_work += started
+        self._starting = []
         return started
 
     def _find(self, claimed: Sequence[tuple[Job, Lock]], display: Display) -> list[Submitted]:
@@ -210,10 +192,10 @@ class Sbatch:
         while True:
             try:
                 states = self._queue.look(names)
+            except SilentControllerError:
+                raise
             except SwapError as error:
-                raise type(error)(
-                    f"{error}: nothing is lost, `dvc repro` finds the jobs when Slurm answers again"
-                ) from None
+                raise SwapError(f"{error}: nothing is lost, `dvc repro` finds the jobs when Slurm answers") from None
             ending = [state.id for state in states.values() if state.word == "COMPLETING"]
             if not ending or time.monotonic() > deadline:
                 return states
@@ -235,12 +217,11 @@ class Sbatch:
         script = jobs[0].folder.path / "slurm.sh"
         script.write_text(_script(jobs, command), encoding="utf-8")
         try:
-            number = _slurm(*command, str(script.resolve())).strip().partition(";")[0]
+            number = ask(*command, str(script.resolve())).strip().partition(";")[0]
+        except SilentControllerError:
+            raise
         except SwapError as error:
-            if not isinstance(error, SilentControllerError):  # then it may have been submitted all the same
-                for job in jobs:
-                    (job.folder.path / TICKET).unlink(missing_ok=True)
-            raise type(error)(
+            raise SwapError(
                 f"{jobs[0].name} could not be submitted ({error}): look at cluster.yaml and `sinfo`, "
                 f"then `dvc repro` again; nothing is lost"
             ) from None
@@ -297,17 +278,22 @@ class Sbatch:
     def interrupted(self, number: int, display: Display) -> str:
         """Ctrl-C at a terminal asks; whatever else ends the launcher leaves the jobs alone."""
         numbers = [work.number for work in self._at_work if not work.released]
+        unsure = ", ".join(job.name for job in self._starting if _ticket_in(job.folder.path))
+        perhaps = f"{unsure} may have been submitted, `dvc repro` finds it if so" if unsure else ""
         if not numbers:
-            return "interrupted: no Slurm job is at work"
+            return f"interrupted: {perhaps or 'no Slurm job is at work'}"
+        return f"{self._interrupted(numbers, number, display)}{f'; {perhaps}' if perhaps else ''}"
+
+    def _interrupted(self, numbers: Sequence[str], signal_number: int, display: Display) -> str:
         ids = ", ".join(numbers)
         try:
-            wanted = number == signal.SIGINT and display.agrees(f"Cancel the Slurm jobs {ids}?")
+            wanted = signal_number == signal.SIGINT and display.agrees(f"Cancel the Slurm jobs {ids}?")
         except Interrupted:
             wanted = False
         if not wanted:
             return f"interrupted: Slurm jobs {ids} go on, `dvc repro` finds them again; `scancel` ends them"
         try:
-            _slurm("scancel", *numbers)
+            ask("scancel", *numbers)
         except SwapError as error:
             return f"interrupted, but not cancelled ({error}): Slurm jobs {ids} go on, `dvc repro` finds them again"
         return "interrupted, jobs cancelled: `dvc repro` submits them again and goes on from their last snapshots"
@@ -382,9 +368,17 @@ class Submitted:
             self._over_since = None
             return False
         self._over_since = self._over_since or time.monotonic()
-        # Where several machines share files, one sees late what another has written.
-        last_word = (self.job.folder.path / CODE_FILE).exists() or (now and now.word not in ("COMPLETED", "FAILED"))
+        # Where several machines share files, one sees late what another has written: after code 0, the result.
+        last_word = self._code or (now and now.word not in ("COMPLETED", "FAILED"))
         return bool(last_word) or time.monotonic() - self._over_since > _LAG_SECONDS
+
+    @property
+    def _code(self) -> int | None:
+        """Exit code of the ranks; None: not known here."""
+        try:
+            return int((self.job.folder.path / CODE_FILE).read_text())
+        except (OSError, ValueError):
+            return None
 
     def failure(self) -> Failure | None:
         job, state = self.job, self.state
@@ -403,13 +397,15 @@ class Submitted:
         if word == "TIMEOUT":
             fix = f"raise sbatch.{job.instance.method}.time, or signal_seconds, in cluster.yaml"
             text = f"{job.name}: the time of its Slurm job {number} ran out before it could stop: {fix}\n{logs}"
-            return Failure(text, may_pass=True)
-        code = job.folder.path / CODE_FILE
-        if not code.exists():
+            # A job that stops nowhere in between would take as long again, and get no further.
+            return Failure(text, may_pass=job.folder.can_go_on)
+        code = self._code
+        if code is None:
             first = f"{job.name}: its Slurm job {number} ended ({word.lower()}) without a word; {logs}"
             return Failure("\n".join([first, *tail(self.ticket.log)]), may_pass=True)
-        failure = why_incomplete(job, int(code.read_text() or "1"))
-        assert failure is not None
+        failure = why_incomplete(job, code)
+        if failure is None:  # the result has come into sight just now
+            return None
         text = failure.text if failure.text.startswith(job.name) else f"{job.name}: {failure.text}"
         return Failure(f"{text}\n{logs} (Slurm job {number})", failure.may_pass)
 

@@ -138,6 +138,13 @@ class JobFolder:
         """Files that are made on the way and belong to the result: they outlive a kill."""
         return self.path / "kept"
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a job that is started again has something to go on from: snapshots, or what is done piece by piece;
+        in SWA also a training that is complete."""
+        patterns = ("snapshot_*", "kept/*", f"*/{RESULT}", "*/snapshot_*", "*/kept/*")
+        return any(True for pattern in patterns for _ in self.path.glob(pattern))
+
     @contextlib.contextmanager
     def complete(self) -> Iterator[Path]:
         """A folder to fill; when the block ends without an error it becomes the result, in one step."""

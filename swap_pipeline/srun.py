@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.jobs import STDERR_FILE, Job, claim, forget_last_attempt, tail, variables
+from swap_pipeline.jobs import MALLOC, STDERR_FILE, Job, claim, describe, forget_last_attempt, tail, variables
 from swap_pipeline.local import Running
 from swap_pipeline.progress import PROGRESS_FILE, Display
 from swap_pipeline.stopping import STOP_FILE, STOPPABLE
@@ -54,13 +54,15 @@ _OF_THE_ALLOCATION = (
 )
 _NO_STEP = 0xFFFFFFF0
 """from here on, numbers mean batch scripts, shells of `salloc` and the like"""
+_PATIENCE_SECONDS = 10
+"""for a step to leave a snapshot when it is asked to end"""
 
 
 def step(job: Job, *, memory_share: float | None = None) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a job as a step of the allocation that this process is in."""
     if shutil.which("srun") is None:
         raise SwapError("srun is not on PATH: start this inside a Slurm allocation, or set SWAP_LAUNCHER=local")
-    inherited = {name: value for name, value in os.environ.items() if name not in _OF_THE_ALLOCATION}
+    inherited = {name: value for name, value in {**MALLOC, **os.environ}.items() if name not in _OF_THE_ALLOCATION}
     nodes, per_node = str(job.nodes), job.processes_per_node
     command = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--exact", "--kill-on-bad-exit=1"]
     command += ["--cpus-per-task", str(per_node * job.threads), "--job-name", job.instance.stage_name, "--export=ALL"]
@@ -106,6 +108,7 @@ class Srun:
         for job in jobs:
             if len(started) < room and (own := claim(job, display)):
                 forget_last_attempt(job)
+                describe(job)
                 share = min(1.0, job.num_devices / job.nodes / self._devices_per_node)
                 started.append(Step(job, *step(job, memory_share=share), [own]))
         self._at_work += started
@@ -134,6 +137,7 @@ class Step(Running):
 
     _has_begun = False
     _next_look = 0.0
+    _deadline = 0.0
 
     def waits_for(self) -> str:
         """Why Slurm has not started it yet, as `srun` says; empty if it has, or if nothing is known."""
@@ -141,19 +145,29 @@ class Step(Running):
         if self._has_begun or time.monotonic() < self._next_look:
             return ""
         self._next_look = time.monotonic() + 1
-        self._has_begun = (folder / PROGRESS_FILE).exists()
+        if self.has_begun():
+            return ""
         last = next(reversed(tail(folder / STDERR_FILE)), "")
         found = re.search(r"step creation (?:temporarily|still) disabled, retrying \((.*)\)", last)
-        return found[1] if found and not self._has_begun else ""
+        return found[1] if found else ""
+
+    def has_begun(self) -> bool:
+        self._has_begun = self._has_begun or (self.job.folder.path / PROGRESS_FILE).exists()
+        return self._has_begun
 
     def ask_to_end(self) -> None:
-        """A signal to `srun` would end the tasks at once; a word to the ranks lets them keep what they have."""
-        if not self.is_over():
+        """A signal to `srun` ends the tasks at once; a word to the ranks lets them keep what they have, if anything."""
+        if self.is_over():
+            return
+        if self.has_begun():
             (self.job.folder.path / STOP_FILE).touch()
+            self._deadline = time.monotonic() + _PATIENCE_SECONDS
+        else:
+            self._process.terminate()
 
     def end(self) -> None:
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.terminate()
         super().end()

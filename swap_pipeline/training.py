@@ -146,7 +146,7 @@ def train(
             at_epoch_end(row.epoch)
         keep(run, snapshots, network, sgd, curve, group)
         reporter.done(row.epoch, _line(row, run))
-        if stop.is_due():
+        if not reason_to_stop(run, curve) and stop.is_due():  # with all done, only the result is left to be written
             raise Stopped
     return Record(curve=tuple(curve), stopped_by=finished)
 

@@ -23,10 +23,18 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "squeue", "scontr
 
 def missing() -> str:
     """Why there can be no cluster here; empty if there can."""
-    lacking = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
-    if lacking:
+    if lacking := _lacking():
         return f"{', '.join(lacking)} not found: apt-get install {' '.join(PACKAGES)}"
-    return "" if os.geteuid() == 0 else "a test cluster has to be started by root"
+    if os.geteuid() != 0:
+        return "a test cluster has to be started by root"
+    tried = subprocess.run(["unshare", "-u", "-m", "true"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        return f"nodes with names of their own are not allowed here: {tried.stderr.strip() or 'unshare failed'}"
+    return ""
+
+
+def _lacking() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,7 @@ def _end(pid: int) -> None:
 
 def install() -> None:
     """With Debian's package manager, if this is root and there is one."""
-    if not missing() or os.geteuid() != 0 or shutil.which("apt-get") is None:
+    if not _lacking() or os.geteuid() != 0 or shutil.which("apt-get") is None:
         return
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):

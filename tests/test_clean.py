@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from conftest import Project
 
 from swap_pipeline.clean import freed_bytes, in_bytes, job_folders, look, remove
 from swap_pipeline.cli import main
-from swap_pipeline.scratch import JobFolder, Lock
+from swap_pipeline.jobs import load, save
+from swap_pipeline.scratch import JobFolder, Lock, facts_of, fingerprint
 
 
 @pytest.fixture
@@ -135,6 +137,44 @@ def test_a_lock_in_a_folder_that_was_removed_meanwhile_is_not_had(
     monkeypatch.setattr(fcntl, "flock", real)
     assert lock.try_acquire()
     lock.release()
+
+
+def test_what_a_larger_machine_or_cluster_trained_is_needed_too(here: Path) -> None:
+    folder = next((here / ".swap/phase1").iterdir())
+    job, _ = load(folder)
+    large = replace(job, processes=48, threads=32, nodes=24)
+    facts = facts_of(device_type=large.device_type, processes=large.processes, threads=large.threads)
+    large = replace(large, folder=JobFolder(folder.with_name(fingerprint(job.instance, facts=facts))))
+    large.folder.result.mkdir(parents=True)
+
+    unknown = clean("--dry-run")
+    save(large)
+    known = clean("--dry-run")
+
+    assert "would remove 1 of 8 folders" in unknown
+    assert "nothing to remove" in known
+
+
+def test_what_slurm_said_goes_with_all_unless_a_job_is_in_its_queue(
+    here: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (here / ".swap/slurm").mkdir()
+    (here / ".swap/slurm/swap-phase1-1.log").write_text("slurmstepd: error")
+    waiting = here / ".swap/phase1" / ("2" * 20)
+    waiting.mkdir()
+    (waiting / "slurm_job").write_text('{"name": "swap-phase1-1", "index": null}')
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\n[ -e gone ] || echo '12|swap-phase1-1|PENDING|main|None|N/A'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    clean("--all", "--yes")
+    kept = (here / ".swap/slurm").exists() and waiting.exists()
+    (here / "gone").touch()
+    clean("--all", "--yes")
+
+    assert kept
+    assert not (here / ".swap/slurm").exists() and not waiting.exists()
 
 
 def test_where_it_cannot_be_known_what_is_needed_it_is_kept(here: Path) -> None:

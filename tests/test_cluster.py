@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slurm_cluster
 from conftest import ROOT
 from ruamel.yaml import YAML
 
@@ -14,7 +15,7 @@ from swap_pipeline import cluster, launch, ranks
 from swap_pipeline.environment import JOB
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
-from swap_pipeline.jobs import Job, Machine, load, save
+from swap_pipeline.jobs import MALLOC, Job, Machine, load, save
 from swap_pipeline.launch import job_on_all_devices, launcher_kind, this_machine, worker_job
 from swap_pipeline.ranks import job_of_rank
 from swap_pipeline.scratch import JobFolder
@@ -146,6 +147,7 @@ def test_ranks_that_the_nodes_cannot_share_are_refused(monkeypatch: pytest.Monke
         ({"SLURM_GPUS_ON_NODE": "4"}, 4),
         ({"SLURM_GPUS_PER_NODE": "a100:4"}, 4),
         ({"SLURM_GPUS": "8"}, 4),
+        ({"SLURM_GPUS_PER_TASK": "2", "SLURM_NTASKS": "8"}, 8),
         ({}, 0),
     ],
 )
@@ -153,6 +155,7 @@ def test_ranks_that_the_nodes_cannot_share_are_refused(monkeypatch: pytest.Monke
 def test_gpus_are_counted_in_batch_scripts_and_in_shells_of_salloc(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], gpus: int
 ) -> None:
+    monkeypatch.setattr(cluster, "ask", lambda *command: "JobId=77 NumNodes=2 TRES=cpu=128,node=2")
     monkeypatch.delenv("SLURM_GPUS_ON_NODE")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -168,11 +171,44 @@ def test_gpus_are_counted_in_batch_scripts_and_in_shells_of_salloc(
         ("TresPerNode=gres/gpu:a100:8", 8),
         ("TresPerNode=gres:license:1,gres:gpu:h100-80:4", 4),
         ("TresPerNode=gres:gpu:1", 1),
-        ("NumCPUs=4", 0),
+        ("TresPerNode=gres:gpu:3090:2", 2),
+        ("TRES=cpu=4,mem=8G,node=2,gres/gpu=8,gres/gpu:a100=8", 4),
+        ("ReqTRES=cpu=4,gres/gpu=9 AllocTRES=cpu=4,gres/gpu:h100=6", 3),
+        ("TresPerJob=gres:gpu:4", 2),
+        ("NumTasks=6 TresPerTask=gres:gpu:2", 6),
+        ("NumCPUs=4 TRES=cpu=4,mem=8G,node=2", 0),
     ],
 )
 def test_gpus_that_were_asked_for_as_gres_are_found_in_the_job(words: str, gpus: int) -> None:
-    assert cluster.gpus_in(f"JobId=7 {words} Power=") == gpus
+    assert cluster.gpus_in(f"JobId=7 {words} Power=", nodes=2) == gpus
+
+
+@pytest.mark.usefixtures("allocation")
+def test_a_job_of_which_slurm_does_not_say_whether_it_has_gpus_does_not_train_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n")
+    scontrol.chmod(0o755)
+    with pytest.raises(SwapError, match=r"scontrol: Unable to contact .* SWAP_DEVICE=cpu if it has none"):
+        this_machine()
+    monkeypatch.setenv("SWAP_DEVICE", "cpu")
+    assert this_machine().device_type == "cpu"
+    monkeypatch.setenv("SWAP_DEVICE", "cuda")
+    monkeypatch.setenv("SLURM_GPUS", "1")
+    with pytest.raises(SwapError, match="2 nodes, but GPUs: 1: ask for --gpus-per-node"):
+        this_machine()
+
+
+def test_a_wish_for_gpus_that_the_cluster_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAP_DEVICE", "cuda")
+    with pytest.raises(SwapError, match=r"SWAP_DEVICE is cuda, but .* has gpus_per_node: 0"):
+        cluster.parse({**example(), "gpus_per_node": 0})
+    monkeypatch.setenv("SWAP_DEVICE", "gpu")
+    with pytest.raises(SwapError, match="SWAP_DEVICE is 'gpu': choose cpu or cuda"):
+        cluster.parse(example())
 
 
 @pytest.mark.usefixtures("allocation")
@@ -189,6 +225,7 @@ def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: 
     assert command != again
     assert 20000 <= int(variables[PORT]) < 32000 and variables[PORT] != others[PORT]
     assert variables.keys().isdisjoint({"SLURM_NTASKS", "SLURM_CPU_BIND"}) and variables["SLURM_JOB_ID"] == "77"
+    assert variables.items() >= MALLOC.items()
 
     worker, _ = step(worker_job(WORKER, processes=2, batch_size=480), memory_share=0.25)
     assert "--nodes 1 --ntasks 1" in " ".join(worker) and "--mem 200000" in " ".join(worker)
@@ -223,3 +260,15 @@ def test_a_job_is_the_same_after_it_was_saved(tmp_path: Path) -> None:
     )
     save(job, max_requeues=5)
     assert load(job.folder.path) == (job, {"max_requeues": 5})
+
+
+def test_where_nodes_cannot_have_names_of_their_own_there_is_no_test_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for name in slurm_cluster.PROGRAMS:
+        refuses = 'echo "unshare: unshare failed: Operation not permitted" >&2; exit 1' if name == "unshare" else "true"
+        (tmp_path / name).write_text(f"#!/bin/sh\n{refuses}\n")
+        (tmp_path / name).chmod(0o755)
+    assert slurm_cluster.missing().endswith("not allowed here: unshare: unshare failed: Operation not permitted")

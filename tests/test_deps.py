@@ -17,7 +17,7 @@ from swap_pipeline.instances import ANALYSES, BASELINES, SWA_STARTS, Instance
 # They decide where and how visibly a job runs, whose code makes the network, what an error says; not what is computed.
 CANNOT_CHANGE_A_RESULT = {
     *("batch", "cluster", "environment", "errors", "jobs", "launch", "local", "own_network", "progress", "pulse"),
-    *("ranks", "sbatch", "scratch", "srun", "stopping", "torchrun"),
+    *("ranks", "sbatch", "scratch", "slurm", "srun", "stopping", "torchrun"),
 }
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from swap_pipeline import sbatch
 from swap_pipeline.cluster import Cluster
+from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.jobs import CODE_FILE, Job, Machine
 from swap_pipeline.progress import Display
+from swap_pipeline.ranks import Interrupted
 from swap_pipeline.sbatch import Queue, Sbatch, Submitted
 from swap_pipeline.scratch import JobFolder
 
@@ -24,6 +27,7 @@ CLUSTER = Cluster(
     signal_seconds=30,
 )
 ACCEPTS = 'echo "$@" >> calls; env | grep SLURM_ >> calls; echo 12'
+SILENT = 'echo "error: Batch job submission failed: Unable to contact slurm controller (connect failure)" >&2; exit 1'
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +146,86 @@ def test_a_start_right_after_scancel_waits_for_the_end_and_submits_again() -> No
     (second,) = Sbatch(CLUSTER).start([first.job], room=1, display=shown)
     assert "waiting for the end of Slurm job 12_0" in said(shown) and "submitted as Slurm job 12" in said(shown)
     assert second.ticket != first.ticket
+
+
+def test_a_job_that_slurm_took_though_sbatch_failed_is_not_submitted_twice() -> None:
+    job = worker(3)
+    program("sbatch", 'echo "$@" >> calls; echo "sbatch: error: Unexpected message received" >&2; exit 1')
+    with pytest.raises(SwapError, match=r"phase2 seed 3 could not be submitted \(sbatch: Unexpected message"):
+        Sbatch(CLUSTER).start([job], room=1, display=display())
+    name = Path("calls").read_text().partition("--job-name=")[2].split()[0]
+    program("squeue", f'echo "12_0|{name}|RUNNING|main|None|0"')
+    (work,) = Sbatch(CLUSTER).start([job], room=1, display=display())
+    assert work.number == "12_0" and Path("calls").read_text().count("--job-name=") == 1
+
+
+def test_a_controller_that_is_away_when_a_job_is_to_be_submitted_is_waited_for() -> None:
+    place, shown, job = Sbatch(CLUSTER), display(), worker(3)
+    program("squeue", "true")
+    program("sbatch", SILENT)
+    assert place.start([job], room=1, display=shown) == []
+    assert "Unable to contact slurm controller (connect failure): waiting for it to come back" in said(shown)
+    program("sbatch", ACCEPTS)
+    assert place.start([job], room=1, display=shown) == []  # not asked again at once
+    time.sleep(0.6)
+    (work,) = place.start([job], room=1, display=shown)
+    assert work.number == "12_0"
+    assert len(said(shown).splitlines()) == 2
+
+
+def test_a_controller_that_stays_away_is_told_in_a_line_and_its_jobs_are_left_to_the_next_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SWAP_TIMEOUT_MINUTES", "0.005")
+    place, shown, job = Sbatch(CLUSTER), display(), worker(3)
+    program("squeue", "true")
+    program("sbatch", SILENT)
+
+    def try_for_ever() -> None:
+        while True:
+            assert place.start([job], room=1, display=shown) == []
+
+    with pytest.raises(SwapError, match=r"^sbatch: .*controller.* for 0.005 minutes .*: nothing is lost, `dvc repro`"):
+        try_for_ever()
+    program("sbatch", ACCEPTS)
+    assert len(Sbatch(CLUSTER).start([job], room=1, display=shown)) == 1
+
+
+def test_ctrl_c_while_a_job_is_being_submitted_says_that_it_may_be_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Sbatch(CLUSTER)
+    assert place.interrupted(signal.SIGINT, display()) == "interrupted: no Slurm job is at work"
+
+    def ask(*command: str) -> str:
+        raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr(sbatch, "ask", ask)
+    with pytest.raises(Interrupted):
+        place.start([worker(3)], room=1, display=display())
+    assert place.interrupted(signal.SIGINT, display()) == (
+        "interrupted: phase2 seed 3 may have been submitted, `dvc repro` finds it if so"
+    )
+
+
+def test_a_job_whose_time_ran_out_is_submitted_once_more_only_if_it_can_go_on_from_something() -> None:
+    place, (work,) = submitted(0)
+    program("squeue", f'echo "12_0|{work.ticket.name}|TIMEOUT|main|TimeLimit|0"')
+    place.watch(display())
+    assert work.is_over()
+    failure = work.failure()
+    assert failure is not None and not failure.may_pass and "raise sbatch.phase2.time" in failure.text
+    (work.job.folder.path / "snapshot_0001.safetensors").touch()
+    failure = work.failure()
+    assert failure is not None and failure.may_pass
+
+
+def test_a_job_that_ended_well_is_given_time_until_its_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, (work,) = submitted(0)
+    program("squeue", f'echo "12_0|{work.ticket.name}|COMPLETED|main|None|0"')
+    place.watch(display())
+    (work.job.folder.path / CODE_FILE).write_text("0\n")
+    assert not work.is_over()
+    seen = iter([False, True])  # it comes into sight between two looks
+    monkeypatch.setattr(JobFolder, "is_complete", property(lambda folder: next(seen)))
+    assert work.failure() is None

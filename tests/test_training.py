@@ -491,5 +491,5 @@ def test_ranks_that_are_asked_to_end_after_every_step_end_in_the_same_bytes(
     by_world_size: dict[int, dict[str, object]], world_size: int
 ) -> None:
     """In the middle of an epoch each rank has batch-norm statistics and sums of its own."""
-    assert by_world_size[world_size]["stops"] == 9
+    assert by_world_size[world_size]["stops"] == 8  # of 9 steps: after the last one only the result is left to write
     assert by_world_size[world_size]["stopped_is_the_same"] is True

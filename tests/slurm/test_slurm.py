@@ -109,6 +109,12 @@ def model(project: Project, phase: str) -> bytes:
     return project.bytes_of(f"checkpoints/{phase}/model.safetensors")
 
 
+def workers_overlap(project: Project) -> bool:
+    """Whether there was a time when all workers of phase 2 were at work."""
+    began, ended = zip(*(project.json(f"metrics/phase2/seed_{seed}.json")["ran"] for seed in (0, 1)), strict=True)
+    return bool(max(began) < min(ended))
+
+
 def rank_processes(project: Project, rank: int) -> list[int]:
     found = []
     for pid in processes_in(project.root):
@@ -126,6 +132,7 @@ def test_srun_over_two_nodes_gives_the_bytes_of_a_local_run(reference: Project, 
     (untrained.root / "cluster.yaml").unlink()
     output = finish(start(untrained, *ALLOCATION, "dvc", "repro"))
     assert "phase1: epoch 40/40" in output
+    assert workers_overlap(untrained)
     for phase in PHASES:
         assert model(untrained, phase) == model(reference, phase), phase
 
@@ -136,6 +143,7 @@ def test_sbatch_gives_the_bytes_of_a_local_run_and_an_added_seed_submits_one_tas
     output = finish(start(untrained, "dvc", "repro"))
     assert "2 × phase2: submitted as Slurm job" in output
     assert output.count("submitted as Slurm job") == 4  # phase 1, phase 2, average by epoch, phase 3
+    assert workers_overlap(untrained)
     for phase in PHASES:
         assert model(untrained, phase) == model(reference, phase), phase
     before = set(job_ids(cluster))
@@ -146,6 +154,31 @@ def test_sbatch_gives_the_bytes_of_a_local_run_and_an_added_seed_submits_one_tas
     assert "phase2 seed 5: submitted as Slurm job" in output
     assert len(set(job_ids(cluster)) - before) == 3  # the seed, average by epoch, phase 3
     assert model(untrained, "phase2/seed_1") == model(reference, "phase2/seed_1")
+
+
+def test_a_worker_over_two_nodes_tells_its_place_in_the_queue_and_gives_the_bytes_of_a_local_run(
+    with_phase1: Project, cluster: Cluster
+) -> None:
+    with_phase1.set_params({"phase2.gpus_per_worker": 2, "phase2.epochs": 3})
+    worker = (sys.executable, "-m", "stages.phase2", "--seed", "0")
+    with_phase1.run(*TWO_CORES, *worker, SWAP_LAUNCHER="local")
+    expected = model(with_phase1, "phase2/seed_0")
+    for name in (".swap", "checkpoints/phase2"):
+        shutil.rmtree(with_phase1.root / name)
+    options = ("--parsable", "-N2", "--exclusive", "--output=/dev/null")
+    busy = cluster.run("sbatch", *options, "--wrap", "sleep 600").strip()
+    wait_until(lambda: busy in job_ids(cluster, "RUNNING"))
+
+    launcher = start(with_phase1, *worker)
+    assert launcher.stdout is not None
+    queued = next(line for line in launcher.stdout if "pending" in line)
+    nodes_asked_for = cluster.run("squeue", "-h", "-t", "PENDING", "-o", "%D").strip()
+    cluster.run("scancel", busy)
+    finish(launcher)
+
+    assert "place 1 of 1 in main" in queued
+    assert nodes_asked_for == "2"
+    assert model(with_phase1, "phase2/seed_0") == expected
 
 
 def test_a_rank_killed_on_one_node_ends_the_step_on_all_and_a_new_one_goes_on(
@@ -321,7 +354,7 @@ def test_a_controller_that_is_down_is_told_in_a_line_and_nothing_is_lost(
     cluster.end_controller()
     untrained.set_params({"phase1.seed": 3})
     try:
-        other = untrained.stage("phase1")
+        other = untrained.stage("phase1", SWAP_TIMEOUT_MINUTES="0.02")
     finally:
         cluster.start_controller()
 
@@ -329,6 +362,7 @@ def test_a_controller_that_is_down_is_told_in_a_line_and_nothing_is_lost(
 
     assert other.returncode == 1
     (line,) = other.stderr.splitlines()
-    assert "phase1 could not be submitted (sbatch: " in line and "controller" in line and "nothing is lost" in line
+    assert "waiting for it to come back" in other.stdout
+    assert "contact slurm controller" in line and "for 0.02 minutes" in line and "nothing is lost" in line
     assert output.count("submitted as") == 1
     assert model(untrained, "phase1") == model(reference, "phase1")
