@@ -31,7 +31,8 @@ chaos: $(STAMP)
 	@$(RUN) python tests/chaos.py $(CHAOS)
 
 # How fast it is, against a bare loop and against others; best on a machine that does nothing else.
-# BENCH="--only averaging" measures a part, BENCH="--cifar <folder>" adds the row about CIFAR-10's images.
+# BENCH="--only averaging" measures a part. BENCH="--cifar <path>" adds the rows about CIFAR-10's images: a folder with
+# train/<class>/*.jpg and test/<class>/*.jpg, or a tar of one (.tar, .tar.gz, .tar.xz), which is unpacked for the time.
 bench: $(BENCH_STAMP)
 	@$(RUN) python -m benchmarks $(BENCH)
 

@@ -40,7 +40,8 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
     "\b\nWhat is measured, by NAME:\n"
     f"{_LISTED}\n\n"
     "What is compared takes turns, after a round that does not count; figures are medians, ratios are formed round by "
-    "round. Rows are kept as they come, so a run that is ended keeps what it had. It takes 4 GB of disk while it runs.",
+    "round. Rows are kept as they come, so a run that is ended keeps what it had; without --only, those of before go. "
+    "It takes 4 GB of disk while it runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.option(
@@ -57,8 +58,9 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
 @click.option("--quick", is_flag=True, help="Tiny sizes, a minute or two: shows that it works, not how fast.")
 @click.option(
     "--cifar",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="CIFAR-10 as a folder, train/<class>/*.jpg and test/<class>/*.jpg; that row is left out without it.",
+    type=click.Path(exists=True, path_type=Path),
+    help="CIFAR-10 as images, train/<class>/*.jpg and test/<class>/*.jpg: a folder, or a tar of one; its rows are left "
+    "out without it.",
 )
 @click.option(
     "--folder",
@@ -70,14 +72,17 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
     "--results",
     "path",
     type=click.Path(dir_okay=False, path_type=Path),
-    default=results.RESULTS,
-    help="Where the rows are kept.  [default: benchmarks/results.json]",
+    help="Where the rows are kept.  [default: benchmarks/results.json; with --quick results.json in --folder]",
 )
 @click.option("--show", is_flag=True, help="Print the table of the rows that are kept, and measure nothing.")
 def main(
-    names: tuple[str, ...], rounds: int, quick: bool, cifar: Path | None, folder: Path, path: Path, show: bool
+    names: tuple[str, ...], rounds: int, quick: bool, cifar: Path | None, folder: Path, path: Path | None, show: bool
 ) -> None:
+    if path is None:
+        path = folder / "results.json" if quick else results.RESULTS
     if not show:
+        if not names:
+            path.unlink(missing_ok=True)  # the rows of one run, and none of those before
         failed = measure(names or tuple(FAMILIES), rounds=rounds, quick=quick, cifar=cifar, folder=folder, path=path)
     if not path.exists():
         raise click.ClickException(f"there is no {path}: measure first")

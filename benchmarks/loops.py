@@ -32,6 +32,8 @@ ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 Loop = Callable[[], float]
 # Small, so that a network that is trained over and over on noise stays as it is.
 _RATE = 1e-3
+# Of a DataLoader: with few cores, none may be best, since the network needs them too.
+LOADER_PROCESSES = (0, 1, 2)
 
 
 def ours(images: Images, test: Images, *, width: int, batch_size: int, compute: Compute = COMPUTE) -> Loop:
@@ -99,9 +101,9 @@ def _torchvision_loader(images: Images, *, batch_size: int, num_workers: int) ->
 
     transforms = v2.Compose(
         [
+            v2.ToImage(),
             v2.RandomCrop(32, padding=4, padding_mode="reflect"),
             v2.RandomHorizontalFlip(),
-            v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize([0.5] * 3, [0.25] * 3),
             # The square that our recipe blanks out.
@@ -225,21 +227,24 @@ def in_turns(
     batch_size: int,
     rounds: int,
     contestants: Sequence[str],
-    num_workers: int = 2,
 ) -> dict[str, Any]:
-    """In a child: images a second of some of the loops, interleaved; the values of each round."""
+    """In a child: images a second of some of the loops, interleaved; the values of each round.
+
+    A peer's name ends with the number of its loader processes: `lightning_2`.
+    """
     images, test = (read_images(Path(prepared), split, torch.device("cpu")) for split in ("train", "test"))
     shape, steps = images.image_shape(None), len(images) // batch_size
     of_ours = functools.partial(ours, images, test, width=width, batch_size=batch_size)
-    peers = {"width": width, "batch_size": batch_size, "num_workers": num_workers}
     loops: dict[str, Callable[[], Loop]] = {
         "ours": of_ours,
         "compiled": lambda: of_ours(compute=replace(COMPUTE, compile=True)),
         "bf16": lambda: of_ours(compute=replace(COMPUTE, precision="bf16")),
         "bare": lambda: bare(shape, width=width, batch_size=batch_size, steps=steps),
-        "torchvision": lambda: torchvision_loop(images, **peers),
-        "lightning": lambda: lightning_loop(images, **peers),
     }
+    for number in LOADER_PROCESSES:
+        peers = {"width": width, "batch_size": batch_size, "num_workers": number}
+        loops[f"torchvision_{number}"] = functools.partial(torchvision_loop, images, **peers)
+        loops[f"lightning_{number}"] = functools.partial(lightning_loop, images, **peers)
     made = {name: loops[name]() for name in contestants}
     found = interleaved(made, rounds=rounds, say=say)
     return {name: list(sample.values) for name, sample in found.items()}
@@ -248,7 +253,7 @@ def in_turns(
 def bare_beside_others(*, shape: list[int], width: int, batch_size: int, steps: int, rounds: int) -> list[float]:
     """In one of several children that start together: seconds of the bare loop, each time a line says so."""
     loop = bare(shape, width=width, batch_size=batch_size, steps=steps)
-    bare(shape, width=width, batch_size=batch_size, steps=2)()
+    loop()
     seconds = []
     for _ in itertools.repeat(None, rounds):
         print("ready", flush=True)

@@ -6,22 +6,31 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from swap_pipeline.environment import num_cores
+from swap_pipeline.git import git
 
 _VERSIONS = ("torch", "torchvision", "numpy", "pillow", "safetensors", "dvc", "timm", "lightning", "mergekit")
 
 
 def about() -> dict[str, Any]:
-    return {"machine": machine(), "versions": versions()}
+    return {"machine": machine(), "versions": versions(), "date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit()}
 
 
 def machine() -> str:
     """CPU, the cores that may be used, memory and system."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{num_cores()} cores of {_cpu()}, {memory:.0f} GiB of memory, {platform.system()} {platform.release()}"
+
+
+def commit() -> str:
+    """What is measured, with a + if code differs from it; empty without git."""
+    root = ("-C", str(Path(__file__).parents[1]))
+    name = git(*root, "rev-parse", "--short", "HEAD") or ""
+    return f"{name}+" if name and git(*root, "status", "--porcelain", "--", "*.py") else name
 
 
 def _cpu() -> str:

@@ -18,7 +18,7 @@ class Options:
     """for files that are made to be measured; removed afterwards"""
     cores: int
     cifar: Path | None = None
-    """a folder with train/<class>/*.jpg and test/<class>/*.jpg of CIFAR-10"""
+    """a folder with train/<class>/*.jpg and test/<class>/*.jpg of CIFAR-10, or a tar of one"""
 
     def sized(self, full: int, quick: int) -> int:
         return quick if self.quick else full

@@ -46,6 +46,8 @@ class Row:
     ratio: Sample | None
     limit: Limit | None
     note: str = ""
+    also_reached: bool = True
+    """whether what else is asked for, as the note says, was reached"""
     more: Mapping[str, Any] = field(default_factory=dict)
     """further figures, for the file alone"""
 
@@ -53,7 +55,8 @@ class Row:
         def figures(sample: Sample | None) -> dict[str, Any] | None:
             return None if sample is None else sample.as_json()
 
-        limit = self.limit
+        limit, ratio = self.limit, self.ratio
+        reached = None if limit is None or ratio is None else limit.is_kept_by(ratio.median) and self.also_reached
         return {
             "name": self.name,
             "what": self.what,
@@ -62,7 +65,7 @@ class Row:
             "alternative": {"what": self.other, "figures": figures(self.other_figures)},
             "ratio": figures(self.ratio),
             "limit": None if limit is None else str(limit),
-            "reached": None if limit is None or self.ratio is None else limit.is_kept_by(self.ratio.median),
+            "reached": reached,
             "note": self.note,
             **({"more": dict(self.more)} if self.more else {}),
         }
@@ -176,7 +179,8 @@ def _where(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
         quick = "; sizes of a quick look, not to be reported" if row["quick"] else ""
-        line = f"{row['machine']}; {versions}; medians of {row['rounds']} interleaved rounds{quick}."
+        when = f"{row['date']}, commit {row['commit'] or 'unknown'}"
+        line = f"{row['machine']}; {versions}; medians of {row['rounds']} interleaved rounds; {when}{quick}."
         sets.setdefault(line, []).append(row["what"])
     if len(sets) <= 1:
         return list(sets)

@@ -1,4 +1,4 @@
-"""Phase 3's mean of W weight files, one tensor in memory at a time. Knows nothing of networks.
+"""Phase 3's mean of W weight files, a piece of one tensor in memory at a time. Knows nothing of networks.
 
 θ̂ = (1/W) Σ θ_w    (Algorithm 1, last lines)
 """
@@ -35,30 +35,34 @@ def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, 
 
     def means() -> Iterator[tuple[str, torch.Tensor]]:
         for key in file_order(layout):
-            yield key, _mean(files, key)
+            for piece in _mean(files, key):
+                yield key, piece
 
     write_tensor_stream(out, layout, means(), info, durable=durable)
 
 
-def _mean(files: Sequence[TensorFile], key: str) -> torch.Tensor:
+def _mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
+    """The mean of one tensor, piece by piece; what is wrong with it or with the files is known after the last."""
     spec = files[0].layout[key]
     if not spec.dtype.is_floating_point or not spec.num_elements:
-        return files[0].read(key)
+        yield files[0].read(key)
+        return
     is_small = spec.num_elements <= _SMALL
     wide = torch.float64 if is_small or spec.dtype == torch.float64 else torch.float32
-    mean = torch.empty(spec.num_elements, dtype=spec.dtype)
+    is_finite = True
     piece = torch.empty(_PIECE, dtype=spec.dtype)
     streams = [file.pieces(key, into=piece) for file in files]
-    for part in mean.split(_PIECE):
-        total = torch.zeros(len(part), dtype=wide)
+    for first in range(0, spec.num_elements, _PIECE):
+        total = torch.zeros(min(_PIECE, spec.num_elements - first), dtype=wide)
         for stream in streams:
             total += next(stream)
-        part.copy_(total.div_(len(files)))
+        mean = total.div_(len(files)).to(spec.dtype)
+        is_finite &= bool(torch.isfinite(mean).all())
+        yield mean
     for stream in streams:
         next(stream, None)  # past its end, where the digest is checked
-    if not torch.isfinite(mean).all():
+    if not is_finite:
         raise _not_finite(files, key)
-    return mean.view(spec.shape)
 
 
 def _not_finite(files: Sequence[TensorFile], key: str) -> SwapError:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +81,10 @@ def write_tensor_stream(
     *,
     durable: bool = True,
 ) -> None:
-    """Write tensors as they come, in `file_order(layout)`; only one need exist at a time."""
+    """Write tensors as they come, in `file_order(layout)`; only one need exist at a time.
+
+    One may also come in pieces that follow each other, each under its key: as much of it as is to be in memory.
+    """
     entries: dict[str, Any] = {}
     offset = 0
     for key in file_order(layout):
@@ -95,12 +100,16 @@ def write_tensor_stream(
     with atomic_write(path, durable=durable) as file:
         # The digests stand before the data but are known only after it: same length, written twice.
         file.write(_header(entries, info, digests))
-        for key, tensor in tensors:
-            spec = layout[key]
-            assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), key
-            data = _bytes_of(tensor)
-            digests[key] = xxhash.xxh3_64_hexdigest(data)
-            file.write(data)
+        for key, pieces in itertools.groupby(tensors, key=operator.itemgetter(0)):
+            digest, num_elements = xxhash.xxh3_64(), 0
+            for _, piece in pieces:
+                assert piece.dtype == layout[key].dtype, key
+                data = _bytes_of(piece)
+                digest.update(data)
+                file.write(data)
+                num_elements += piece.numel()
+            assert num_elements == layout[key].num_elements, key
+            digests[key] = digest.hexdigest()
         assert _PLACEHOLDER not in digests.values(), "a tensor of the layout was never written"
         file.seek(0)
         file.write(_header(entries, info, digests))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from swap_pipeline.files import read_json
 
 # Larger than any image that a network is trained on; what claims more is no image.
 _MAX_SIDE = 1 << 14
+# Values of an image up to which it is quicker to mirror all and choose than to mirror one by one; 32 × 32 in colour.
+_SMALL_IMAGE = 3 * 32 * 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +259,13 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def seed_torch(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` of the generators that are used; on a CPU it would note a stack trace for GPUs to come."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpochChoices:
     """All that chance decides in one epoch; position i of every tensor belongs to the i-th image that is shown."""
@@ -271,14 +280,14 @@ class EpochChoices:
     cut_left: torch.Tensor | None = None
 
     def of_batch(self, positions: slice) -> EpochChoices:
-        """The choices for a batch that has been read from files already, in this order."""
+        """Those of a batch: of the images at these positions."""
 
         def part(choice: torch.Tensor | None) -> torch.Tensor | None:
             return None if choice is None else choice[positions]
 
         return EpochChoices(
             seed=self.seed,
-            order=torch.arange(positions.stop - positions.start, device=self.order.device),
+            order=self.order[positions],
             top=part(self.top),
             left=part(self.left),
             flip=part(self.flip),
@@ -341,39 +350,71 @@ def make_batch(
     cutout: int = 0,
     channels_last: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normalised, augmented images at `positions` of the epoch, and their labels.
+    """The normalised, augmented images at `positions` of the epoch, and their labels."""
+    own = choices.of_batch(positions)
+    batch = replace(images, pixels=images.pixels.index_select(0, own.order), labels=images.labels[own.order])
+    return augmented(batch, own, padding=padding, cutout=cutout, channels_last=channels_last)
 
-    Reflection, crop and flip are one gather: for every pixel of the batch, where it is read from. It comes out
-    channels-last by itself.
+
+def augmented(
+    batch: Images, choices: EpochChoices, *, padding: int, cutout: int, channels_last: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch, normalised and augmented by its own choices, and its labels; its pixels may be changed on the way.
+
+    All is done by rows, with the channels of a pixel side by side, so that values are read and computed in long runs.
     """
-    chosen = choices.order[positions]
-    _, channels, height, width = images.pixels.shape
-    rows = _source(height, choices.top, positions, padding, images.pixels.device)
-    columns = _source(width, choices.left, positions, padding, images.pixels.device)
+    pixels = batch.pixels.permute(0, 2, 3, 1)
+    number, height, width, channels = pixels.shape
     if choices.flip is not None:
-        columns = torch.where(choices.flip[positions, None], columns.flip(1), columns)
-    plane = chosen[:, None, None] * (channels * height * width) + rows[:, :, None] * width + columns[:, None, :]
-    offsets = torch.arange(channels, device=plane.device) * (height * width)
-    pixels = images.pixels.reshape(-1)[plane[..., None] + offsets].permute(0, 3, 1, 2)
-    batch = images.normalise(pixels if channels_last else pixels.contiguous())
+        pixels = _flipped(pixels, choices.flip)
+    if padding:
+        assert choices.top is not None and choices.left is not None
+        # What is flipped already is cropped from the other side.
+        left = choices.left if choices.flip is None else choices.left.where(~choices.flip, 2 * padding - choices.left)
+        lines = _crops(pixels, choices.top, left, padding)
+    else:
+        lines = pixels.reshape(number, height, width * channels)
+    mean, std = (values.view(-1).repeat(width) for values in (batch.mean, batch.std))
+    seen = lines.to(torch.float32).sub_(mean).div_(std).view(number, height, width, channels)
     if cutout:
         assert choices.cut_top is not None and choices.cut_left is not None
-        hidden_rows = _inside(height, choices.cut_top[positions], cutout)
-        hidden_columns = _inside(width, choices.cut_left[positions], cutout)
-        # 0 after normalising is the mean colour.
-        batch.masked_fill_((hidden_rows[:, :, None] & hidden_columns[:, None, :])[:, None], 0.0)
-    return batch, images.labels[chosen]
+        cut_out = _cut_out_by_index if seen.device.type == "cpu" else _cut_out_by_mask
+        cut_out(seen, choices.cut_top, choices.cut_left, cutout)
+    seen = seen.permute(0, 3, 1, 2)
+    return seen if channels_last else seen.contiguous(), batch.labels
 
 
-def _source(
-    length: int, shift: torch.Tensor | None, positions: slice, padding: int, device: torch.device
-) -> torch.Tensor:
-    """For each image of the batch, the row (or column) that each of its rows (or columns) is read from."""
-    index = torch.arange(length, device=device)[None]
-    if shift is None:
-        return index
-    index = (index + shift[positions, None] - padding).abs_()
-    return torch.where(index < length, index, 2 * (length - 1) - index)
+def _flipped(pixels: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
+    """Images N×H×W×C, some of them mirrored."""
+    if pixels.device.type != "cpu" or pixels[0].numel() <= _SMALL_IMAGE:
+        return torch.where(flip[:, None, None, None], pixels.flip(2), pixels)
+    for index in flip.nonzero()[:, 0].tolist():
+        pixels[index] = pixels[index].flip(1)
+    return pixels
+
+
+def _crops(pixels: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> torch.Tensor:
+    """Of images N×H×W×C, reflected beyond their edges, a crop each of their own size, N×H×W·C."""
+    number, height, width, channels = pixels.shape
+    before, after = pixels[:, :, 1 : padding + 1].flip(2), pixels[:, :, width - 1 - padding : width - 1].flip(2)
+    wide = torch.cat([before, pixels, after], dim=2).reshape(number, height, (width + 2 * padding) * channels)
+    rows = (torch.arange(height, device=top.device) + top[:, None] - padding).abs_()
+    rows = torch.where(rows < height, rows, 2 * (height - 1) - rows)
+    each = torch.arange(number, device=top.device)
+    return wide.unfold(2, width * channels, channels)[each[:, None], rows, left[:, None]]
+
+
+def _cut_out_by_index(batch: torch.Tensor, top: torch.Tensor, left: torch.Tensor, size: int) -> None:
+    """Give a square of each image, N×H×W×C, the mean colour: 0 after normalising."""
+    each, side = torch.arange(len(batch))[:, None, None], torch.arange(size)
+    batch[each, (top[:, None] + side)[:, :, None], (left[:, None] + side)[:, None, :]] = 0.0
+
+
+def _cut_out_by_mask(batch: torch.Tensor, top: torch.Tensor, left: torch.Tensor, size: int) -> None:
+    """The same for a GPU, which would sort all indices to be deterministic."""
+    _, height, width, _ = batch.shape
+    hidden = _inside(height, top, size)[:, :, None] & _inside(width, left, size)[:, None, :]
+    batch.masked_fill_(hidden[..., None], 0.0)
 
 
 def _inside(length: int, start: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
@@ -25,11 +27,12 @@ from swap_pipeline.data import (
     Images,
     Meta,
     View,
+    augmented,
     derive_seed,
-    make_batch,
     open_split,
     pixel_scale,
     read_labels,
+    seed_torch,
 )
 from swap_pipeline.environment import num_loaders
 from swap_pipeline.errors import SwapError
@@ -40,6 +43,7 @@ from swap_pipeline.ranks import die_with_parent
 MARGIN = 256 / 224
 # Sides of rectangles are multiples of this, so that images of about the same shape share a batch.
 _GRAIN = 16
+_CPU = torch.device("cpu")
 _INDEX = {
     "labels": torch.int64,
     "heights": torch.int32,
@@ -65,6 +69,11 @@ def middle(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     resized = functional.resize(image, [round(min(size) * MARGIN)], antialias=True)
     cropped: Image.Image = functional.center_crop(resized, list(size))
     return cropped
+
+
+@functools.lru_cache(maxsize=8)
+def _random_crop(size: tuple[int, int], min_scale: float) -> v2.RandomResizedCrop:
+    return v2.RandomResizedCrop(size, scale=(min_scale, 1.0), antialias=True)
 
 
 def rectangle(height: int, width: int, size: int) -> tuple[int, int]:
@@ -104,11 +113,13 @@ class _Reader(Dataset[Any]):
     def __getitems__(self, cuts: Sequence[Cut]) -> tuple[torch.Tensor, torch.Tensor] | str:
         """A uint8 batch and its labels, or what is wrong with one of its files."""
         try:
-            return torch.stack([self._read(cut) for cut in cuts]), self.labels[[cut.index for cut in cuts]]
+            # Stacked as Pillow has them, channels last, which is also what the network takes.
+            pixels = torch.from_numpy(np.stack([self._read(cut) for cut in cuts])).permute(0, 3, 1, 2)
+            return pixels, self.labels[[cut.index for cut in cuts]]
         except SwapError as error:
             return str(error)
 
-    def _read(self, cut: Cut) -> torch.Tensor:
+    def _read(self, cut: Cut) -> NDArray[np.uint8]:
         path = self.path(cut.index)
         image = decode(path, self._channels)
         if image.size != (self.widths[cut.index], self.heights[cut.index]):
@@ -116,10 +127,9 @@ class _Reader(Dataset[Any]):
         if cut.seed is None:
             image = middle(image, cut.size)
         else:
-            torch.manual_seed(cut.seed)
-            image = v2.RandomResizedCrop(cut.size, scale=(cut.min_scale, 1.0), antialias=True)(image)
-        pixels: torch.Tensor = functional.pil_to_tensor(image)
-        return pixels
+            seed_torch(cut.seed, _CPU)
+            image = _random_crop(cut.size, cut.min_scale)(image)
+        return np.asarray(image).reshape(*cut.size, self._channels)
 
 
 class _Plan:
@@ -191,9 +201,8 @@ class FileImages:
 
         plan = ([cut(position) for position in range(part.start, part.stop)] for part in parts)
         for part, images in zip(parts, self._read(plan), strict=True):
-            yield make_batch(
-                images, choices.of_batch(part), slice(None), padding=padding, cutout=cutout, channels_last=channels_last
-            )
+            own = choices.of_batch(part)
+            yield augmented(images, own, padding=padding, cutout=cutout, channels_last=channels_last)
 
     def test_batches(
         self, *, batch_size: int, rank: int, world_size: int, view: View | None
@@ -211,7 +220,7 @@ class FileImages:
             for first in range(0, len(indices), batch_size)
         ][rank::world_size]
         for images in self._read(batches):
-            yield images.normalise(images.pixels), images.labels
+            yield images.normalise(images.pixels.contiguous()), images.labels
 
     def _read(self, plan: Iterable[list[Cut]]) -> Iterator[Images]:
         """The planned batches, on the device."""

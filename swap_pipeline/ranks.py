@@ -151,9 +151,10 @@ def run_stage(main: Callable[[], Any]) -> None:
     """Call a stage's click command; what the user can mend ends in one line and exit code 1."""
     if is_rank():
         die_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        main = record(main)
+        main = record(main)  # torchrun then shows the traceback of the rank that failed first
     try:
         with contextlib.nullcontext() if is_rank() else signals_as_exceptions():
             main()

@@ -1,7 +1,8 @@
-"""The optimizer: torch's SGD, and the guard that calls off steps with gradients that are not finite."""
+"""The optimizer: torch's fused SGD, and the guard that calls off steps with gradients that are not finite."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -16,53 +17,71 @@ from swap_pipeline.runs import Run
 
 
 class Sgd:
-    """torch's SGD with what the loop needs of it: a rate a step, and a step that can be called off on the device."""
+    """SGD with what the loop needs of it: a rate a step, and a step that can be called off on the device.
+
+    The step is torch's fused one. torch.optim.SGD would do no more than call it, but imports the compiler first, which
+    takes as long as to import torch; so it is made only for gradient scaling, which asks for such an object.
+    """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler) -> None:
         self._named = dict(network.named_parameters())
         self.scaler = scaler
+        self._settings: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
         spared = _spared_from_decay(network, norms=not optimizer.decay_norms, biases=not optimizer.decay_biases)
-        groups: list[dict[str, Any]] = [
-            {"params": [p for name, p in self._named.items() if name not in spared]},
-            {"params": [p for name, p in self._named.items() if name in spared], "weight_decay": 0.0},
-        ]
-        self._sgd = torch.optim.SGD(
-            [group for group in groups if group["params"]],
-            lr=0.0,
-            momentum=optimizer.momentum,
-            nesterov=optimizer.nesterov,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
-        if optimizer.momentum:
-            # Left to torch, the fused step takes them from uninitialised memory if it is called off the first time.
-            self.set_momentum({name: torch.zeros_like(p) for name, p in self._named.items()})
+        # By weight decay, and by type: the fused step takes one at a time.
+        self._groups: dict[tuple[float, torch.dtype], list[nn.Parameter]] = {}
+        for name, parameter in self._named.items():
+            decay = 0.0 if name in spared else optimizer.weight_decay
+            self._groups.setdefault((decay, parameter.dtype), []).append(parameter)
+        # Laid out like the parameters: the fused step walks both side by side. Left to torch, it would take them from
+        # uninitialised memory if it is called off the first time.
+        with_momentum = self._named.values() if optimizer.momentum else ()
+        self._momentum = {parameter: torch.zeros_like(parameter) for parameter in with_momentum}
 
     def zero_grad(self) -> None:
-        self._sgd.zero_grad(set_to_none=True)
+        for parameter in self._named.values():
+            parameter.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
 
+    @torch.no_grad()
     def step(self, rate: float, *, skip_if: torch.Tensor) -> None:
-        for settings in self._sgd.param_groups:
-            settings["lr"] = rate
         if self.scaler.is_active:
-            self.scaler.step(self._sgd)
+            for settings in self._sgd_for_scaler.param_groups:
+                settings["lr"] = rate
+            self.scaler.step(self._sgd_for_scaler)
             return
-        # The flag that gradient scaling uses: the fused step reads it on the device, without waiting for it here.
-        self._sgd.found_inf = skip_if  # type: ignore[attr-defined]
-        self._sgd.step()
+        for (decay, _), group in self._groups.items():
+            moved = [(parameter, parameter.grad) for parameter in group if parameter.grad is not None]
+            torch._fused_sgd_(
+                [parameter for parameter, _ in moved],
+                [gradient for _, gradient in moved],
+                [self._momentum[parameter] for parameter, _ in moved] if self._momentum else [],
+                lr=rate,
+                weight_decay=decay,
+                **self._settings,
+                dampening=0.0,
+                maximize=False,
+                is_first_step=False,
+                # The flag that gradient scaling uses: it is read on the device, without waiting for it here.
+                found_inf=skip_if,
+            )
+
+    @functools.cached_property
+    def _sgd_for_scaler(self) -> torch.optim.SGD:
+        groups = [{"params": group, "weight_decay": decay} for (decay, _), group in self._groups.items()]
+        sgd = torch.optim.SGD(groups, lr=0.0, fused=True, **self._settings)
+        for parameter, buffer in self._momentum.items():
+            sgd.state[parameter]["momentum_buffer"] = buffer
+        return sgd
 
     def momentum(self) -> dict[str, torch.Tensor]:
-        buffers = {name: self._sgd.state[p].get("momentum_buffer") for name, p in self._named.items()}
-        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        return {name: self._momentum[p] for name, p in self._named.items() if p in self._momentum}
 
     def set_momentum(self, buffers: dict[str, torch.Tensor]) -> None:
         for name, buffer in buffers.items():
-            parameter = self._named[name]
-            # Laid out like the parameter: the fused step walks both side by side.
-            self._sgd.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(buffer)
+            self._momentum[self._named[name]].copy_(buffer)
 
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)

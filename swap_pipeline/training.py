@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from swap_pipeline.data import Split, batch_share, check_augment, derive_seed, draw_epoch, steps_per_epoch
+from swap_pipeline.data import Split, batch_share, check_augment, derive_seed, draw_epoch, seed_torch, steps_per_epoch
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.evaluation import evaluate
@@ -105,7 +105,7 @@ def train(
             for step, (images, labels) in enumerate(batches, start=begun.step):
                 rate = run.learning_rate(epoch + step / steps)
                 # For dropout and the like: a function of the step, never of how often the process was started.
-                torch.manual_seed(derive_seed("step", run.seed, epoch, step, group.rank))
+                seed_torch(derive_seed("step", run.seed, epoch, step, group.rank), group.device)
                 with autocast(compute.precision, group.device):
                     logits = parallel(images)
                     loss = nn.functional.cross_entropy(logits, labels, label_smoothing=optimizer.label_smoothing)

@@ -215,6 +215,44 @@ def test_a_value_that_is_not_finite_is_refused_by_file_and_tensor(tmp_path: Path
     assert [path.read_bytes() for path in (tmp_path / "out").iterdir()] == [b"the result of before"]
 
 
+def test_a_value_that_is_not_finite_early_in_a_large_tensor_leaves_nothing_behind(tmp_path: Path) -> None:
+    workers = [{"w": torch.ones(1 << 19)} for _ in range(2)]
+    workers[1]["w"][7] = float("nan")
+    paths = write_workers(tmp_path, workers)
+
+    with pytest.raises(SwapError, match=r"seed_1/model\.safetensors: tensor 'w' contains NaN or Inf"):
+        average_files(paths, tmp_path / "out" / "mean.safetensors", {})
+
+    assert list(tmp_path.glob("out/*")) == []
+
+
+def test_damage_is_told_before_what_it_did_to_the_mean(tmp_path: Path) -> None:
+    paths = write_workers(tmp_path, [{"w": torch.full((1 << 19,), float("nan"))}, {"w": torch.ones(1 << 19)}])
+    damaged = bytearray(paths[1].read_bytes())
+    damaged[-1] ^= 1
+    paths[1].write_bytes(damaged)
+
+    with pytest.raises(SwapError, match=r"seed_1/model\.safetensors is damaged"):
+        average_files(paths, tmp_path / "out" / "mean.safetensors", {})
+
+    assert list(tmp_path.glob("out/*")) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_of_many_pieces_is_what_a_plain_sum_gives_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shape = (3, (1 << 19) + 5)
+    workers = [{"w": torch.randn(shape, generator=generator).to(dtype)} for _ in range(5)]
+    paths = write_workers(tmp_path, workers)
+
+    average_files(paths, tmp_path / "mean.safetensors", {})
+
+    total = torch.zeros(shape)
+    for worker in workers:
+        total += worker["w"]
+    assert torch.equal(read_tensors(tmp_path / "mean.safetensors")[0]["w"], (total / 5).to(dtype))
+
+
 def test_a_single_worker_that_is_not_finite_is_refused_too(tmp_path: Path) -> None:
     paths = write_workers(tmp_path, [{"w": torch.tensor([1.0, float("nan")])}])
 

@@ -5,17 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
 
-from benchmarks import growth, results
+from benchmarks import __main__ as command_line
+from benchmarks import growth, image_folder, results
 from benchmarks.harness import Sample, divided, interleaved, straight
+from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared, left_out
 
-ABOUT = {"machine": "2 cores of a CPU", "versions": {"torch": "2.15.0"}, "rounds": 2, "quick": False}
+ABOUT = {
+    "machine": "2 cores of a CPU",
+    "versions": {"torch": "2.15.0"},
+    "date": "2026-01-31",
+    "commit": "abc1234",
+    "rounds": 2,
+    "quick": False,
+}
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,13 +51,19 @@ def test_a_quick_run_keeps_rows_and_prints_a_table_of_them(tmp_path: Path) -> No
 
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(kept.read_text())["rows"]}
-    assert list(rows) == ["image_folder/cifar10", "image_folder/jpeg_256", "batchnorm/width_4"]
+    assert list(rows) == [
+        "image_folder/cifar10",
+        "image_folder/cifar10_files",
+        "image_folder/jpeg_256",
+        "batchnorm/width_4",
+    ]
     measured = rows["batchnorm/width_4"]
     assert len(measured["ours"]["figures"]["values"]) == len(measured["ratio"]["values"]) == 2
     assert measured["limit"] == "≤ 1.15" and measured["reached"] in (True, False)
     assert measured["quick"] is True and measured["versions"]["torch"] and "cores of" in measured["machine"]
+    assert measured["date"] and measured["commit"]
     assert rows["image_folder/cifar10"]["ratio"] is None and "--cifar" in rows["image_folder/cifar10"]["note"]
-    assert [line.split("|")[1].split(" [")[0].strip() for line in done.stdout.splitlines()[2:5]] == [
+    assert [line.split("|")[1].split(" [")[0].strip() for line in done.stdout.splitlines()[2:6]] == [
         row["what"] for row in rows.values()
     ]
     assert not scratch.exists()
@@ -130,7 +147,8 @@ def test_the_table_has_ours_the_other_ratio_limit_and_verdict(tmp_path: Path) ->
         "| against timm [2] | – | timm: – | – |  |  |",
     ]
     assert lines[6:8] == ["[1] why it is so", "[2] timm is not installed"]
-    assert lines[-1] == "2 cores of a CPU; torch 2.15.0; medians of 2 interleaved rounds."
+    where = "2 cores of a CPU; torch 2.15.0; medians of 2 interleaved rounds; 2026-01-31, commit abc1234."
+    assert lines[-1] == where
 
 
 def test_a_line_is_straight_and_a_parabola_is_not() -> None:
@@ -139,6 +157,67 @@ def test_a_line_is_straight_and_a_parabola_is_not() -> None:
 
     assert (line.slope, line.offset, line.r_squared, line.last_slope) == pytest.approx((2, 1, 1, 1))
     assert bent.r_squared < 0.98 and bent.last_slope > 1.2
+
+
+@pytest.mark.parametrize(("last", "reached"), [(10.0, True), (10.6, False), (9.4, False)])
+def test_growth_is_straight_if_it_does_not_bend_at_its_end(last: float, reached: bool) -> None:
+    points = {float(x): Sample((float(x),)) for x in range(1, 10)} | {10.0: Sample((last,))}
+
+    row = growth._row("index", "index of image files", "images", 1, points).as_json()
+
+    assert row["ratio"]["median"] > 0.98
+    assert row["reached"] is reached
+
+
+@pytest.fixture
+def tiny_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two families that measure nothing."""
+    for name in ("first", "second"):
+        module = types.ModuleType(f"benchmarks.{name}")
+        module.measure = lambda options, name=name: iter([row(f"{name}/row")])
+        monkeypatch.setitem(sys.modules, f"benchmarks.{name}", module)
+    monkeypatch.setattr(command_line, "FAMILIES", {"first": "", "second": ""})
+
+
+def kept_after(path: Path, scratch: Path, *arguments: str) -> list[str]:
+    everything = [*arguments, "--results", str(path), "--folder", str(scratch)]
+    command_line.main.main(everything, standalone_mode=False)
+    return [row["name"] for row in results.read(path)["rows"]]
+
+
+def test_a_run_of_everything_keeps_no_row_of_before(tiny_families: None, tmp_path: Path) -> None:
+    kept = tmp_path / "results.json"
+    results.keep(kept, ABOUT, [row("gone/row")], order=[])
+
+    assert kept_after(kept, tmp_path / "scratch") == ["first/row", "second/row"]
+
+
+def test_a_quick_look_never_replaces_what_was_measured(
+    tiny_families: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "results.json"
+    results.keep(kept, ABOUT, [row()], order=[])
+    before = kept.read_bytes()
+    monkeypatch.setattr(results, "RESULTS", kept)
+
+    command_line.main.main(["--quick", "--folder", str(tmp_path / "scratch")], standalone_mode=False)
+
+    assert kept.read_bytes() == before
+    assert len(results.read(tmp_path / "scratch" / "results.json")["rows"]) == 2
+
+
+def test_a_tar_of_an_image_folder_is_unpacked_into_scratch(tmp_path: Path) -> None:
+    image = tmp_path / "made" / "train" / "cat" / "1.jpg"
+    image.parent.mkdir(parents=True)
+    image.write_bytes(b"pixels")
+    with tarfile.open(tmp_path / "images.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "made", arcname="cifar")
+    options = Options(rounds=1, quick=True, scratch=tmp_path / "scratch", cores=1)
+
+    folder = image_folder._folder_of(tmp_path / "images.tar.xz", options)
+
+    assert folder.is_relative_to(options.scratch)
+    assert (folder / "train" / "cat" / "1.jpg").read_bytes() == b"pixels"
 
 
 def test_growth_is_drawn_with_its_points(tmp_path: Path) -> None:

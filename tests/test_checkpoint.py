@@ -202,6 +202,26 @@ def test_a_writer_that_fails_midway_leaves_the_old_file_as_it_was(tmp_path: Path
     assert (tmp_path / "x.safetensors").read_bytes() == before
 
 
+def test_a_tensor_that_comes_in_pieces_gives_the_same_bytes_as_whole(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(1000.0).reshape(10, 100), "b": torch.ones(3), "none": torch.ones(0, 2)}
+    layout = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    pieces = [(key, piece) for key, tensor in tensors.items() for piece in tensor.reshape(-1).split(300)]
+
+    write_tensors(tmp_path / "whole", tensors, {"x": 1})
+    write_tensor_stream(tmp_path / "pieces", layout, pieces, {"x": 1})
+
+    assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_pieces_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path) -> None:
+    layout = {"a": Spec(torch.float32, (1000,))}
+
+    with pytest.raises(AssertionError):
+        write_tensor_stream(tmp_path / "x.safetensors", layout, [("a", torch.ones(999))], {})
+
+    assert names_in(tmp_path) == []
+
+
 def test_a_file_is_not_there_under_its_name_until_it_is_whole(tmp_path: Path) -> None:
     seen = []
 

@@ -10,8 +10,18 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms import functional
 
+from swap_pipeline import data
 from swap_pipeline.checkpoint import digest_of, write_tensors
-from swap_pipeline.data import EpochChoices, Images, derive_seed, draw_epoch, make_batch, read_images, read_meta
+from swap_pipeline.data import (
+    EpochChoices,
+    Images,
+    derive_seed,
+    draw_epoch,
+    make_batch,
+    read_images,
+    read_meta,
+    seed_torch,
+)
 from swap_pipeline.files import write_json
 
 CPU = torch.device("cpu")
@@ -278,3 +288,45 @@ def test_prepared_images_are_read_with_their_normalisation(tmp_path: Path) -> No
     by_hand = (scaled - np.array(meta["mean"]).reshape(1, 3, 1, 1)) / np.array(meta["std"]).reshape(1, 3, 1, 1)
     np.testing.assert_allclose(found.normalise(found.pixels).numpy(), by_hand, rtol=1e-5, atol=1e-6)
     assert read_meta(tmp_path).classes == tuple("abcdefghij")
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize(("height", "width"), [(5, 7), (64, 50)], ids=["small", "large"])
+@pytest.mark.parametrize("augment", AUGMENTS[1:], ids=str)
+def test_batches_are_laid_out_as_asked_with_the_same_values(
+    augment: dict[str, int], height: int, width: int, channels_last: bool
+) -> None:
+    augment = {key: min(value, 4) for key, value in augment.items()}
+    images = random_images(30, height=height, width=width)
+    choices = draw(images, seed=3, epoch=2, **augment)
+    flags = {key: value for key, value in augment.items() if key != "flip"}
+
+    batch, _ = make_batch(images, choices, slice(10, 30), channels_last=channels_last, **flags)
+
+    by_hand = np.stack([one_image_by_hand(images, choices, position, **augment) for position in range(10, 30)])
+    np.testing.assert_array_equal(batch.numpy(), by_hand)
+    assert batch.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_squares_are_cut_out_alike_by_index_and_by_mask(size: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.randn(20, 8, 9, 3, generator=generator)
+    top, left = (torch.randint(length - size + 1, (20,), generator=generator) for length in (8, 9))
+    by_index, by_mask = pixels.clone(), pixels.clone()
+
+    data._cut_out_by_index(by_index, top, left, size)
+    data._cut_out_by_mask(by_mask, top, left, size)
+
+    assert torch.equal(by_index, by_mask) and not torch.equal(by_index, pixels)
+
+
+def test_a_seed_gives_what_torch_s_own_seeding_gives() -> None:
+    seed = derive_seed("step", 1, 2, 3, 0)
+    torch.manual_seed(seed)
+    expected = torch.rand(5), torch.nn.functional.dropout(torch.ones(50)), torch.randperm(9)
+
+    seed_torch(seed, CPU)
+
+    found = torch.rand(5), torch.nn.functional.dropout(torch.ones(50)), torch.randperm(9)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

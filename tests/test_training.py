@@ -22,9 +22,11 @@ from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.evaluation import evaluate
 from swap_pipeline.params import Augment, Compute, Optimizer
+from swap_pipeline.precision import Scaler
 from swap_pipeline.progress import Reporter
 from swap_pipeline.runs import Epoch, Record, Run, reason_to_stop
 from swap_pipeline.schedules import by_epoch, warmup_then_decay
+from swap_pipeline.sgd import Sgd
 from swap_pipeline.training import train
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
@@ -157,6 +159,56 @@ def test_weight_decay_spares_norm_layers_or_biases_and_nothing_else(
         "5.weight": 0.9,
         "5.bias": biases,
     }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [NESTEROV, replace(NESTEROV, nesterov=False), replace(NESTEROV, momentum=0.0, nesterov=False, decay_norms=False)],
+    ids=["nesterov", "momentum", "plain"],
+)
+def test_a_step_is_that_of_torch_s_optimizer_bit_for_bit(settings: Optimizer) -> None:
+    """Also of parameters of another type, and with one that has no gradient; a step that is called off does nothing."""
+    ours, theirs = ({"net": small_network(), "idle": nn.Linear(2, 2), "wide": nn.Linear(3, 2).double()} for _ in "ab")
+    ours, theirs = nn.ModuleDict(ours), nn.ModuleDict(theirs)
+    theirs.load_state_dict(ours.state_dict())
+    sgd = Sgd(ours, settings, Scaler("fp32", ALONE.device))
+    spared = [] if settings.decay_norms else [*theirs["net"][1].parameters()]
+    decayed = [p for p in theirs.parameters() if not any(p is other for other in spared)]
+    groups = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+    own = {"momentum": settings.momentum, "nesterov": settings.nesterov, "weight_decay": settings.weight_decay}
+    reference = torch.optim.SGD([group for group in groups if group["params"]], lr=0.1, fused=True, **own)
+    generator = torch.Generator().manual_seed(0)
+
+    for step in range(4):
+        for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            if not name.startswith("idle"):
+                one.grad = torch.randn(one.shape, generator=generator, dtype=one.dtype)
+                other.grad = one.grad.clone()
+        called_off = step == 2
+        sgd.step(0.1 / (step + 1), skip_if=torch.tensor(float(called_off)))
+        for group in reference.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        if not called_off:
+            reference.step()
+
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_training_in_one_process_does_not_import_the_compiler(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[1])
+        from test_training import small_network, train_here
+        train_here(small_network(batch_norm=True), Path(sys.argv[2]))
+        print("torch._dynamo" in sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(ROOT / "tests"), str(tmp_path)]
+
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["False"]), done.stderr
 
 
 def test_batch_size_and_learning_rate_change_at_their_epochs(tmp_path: Path) -> None:
