@@ -287,8 +287,9 @@ def asked_to_end(number: int) -> Callable[..., None]:
             raise TooLateError  # Python itself had not started yet
         if code != 128 + number or "Traceback" in run.output or "interrupted: `dvc repro` goes on" not in run.output:
             raise LostError(f"exit code {code}\n{run.output}")
-        if had_begun and not any((project.root / ".swap" / stage).glob("*/snapshot_*")):
-            raise LostError(f"no snapshot was kept\n{run.output}")
+        kept = [path for name in ("snapshot_*", "result") for path in (project.root / ".swap" / stage).glob(f"*/{name}")]
+        if had_begun and not kept:
+            raise LostError(f"neither snapshot nor result was kept\n{run.output}")
 
     return strike
 
