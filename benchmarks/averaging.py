@@ -17,7 +17,8 @@ loader: sums in float64, clamped, cast); mergekit's linear merge (`mergekit-pyto
 Learned: the first version mapped each tensor, hashed it, looked for NaN and added it up, a pass over memory each,
 5 to 9 times as long as reading alone; and the mapped pages of all files, 3.2 GB, counted as its memory. Now half a
 megabyte at a time is read, hashed and added while it is in the cache, and only the mean is looked at for NaN. It is
-also hashed and written by such pieces: a tenth less time, and memory no longer grows with the largest tensor.
+also hashed and written by such pieces, so that no whole tensor is held; on a busy machine no difference in time was
+certain (0.90 times as long, 0.61 to 1.59 in 12 turns).
 """
 
 from __future__ import annotations

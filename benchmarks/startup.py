@@ -9,9 +9,10 @@ start is the kernel's. `import torch` is measured in the same number of processe
 
 `swap --help` is to answer in well under a second.
 
-Learned: the first use of torch.optim.SGD imports torch's compiler, which took 1.6 s beside 1.9 s for torch itself; a
-process alone now calls the fused step directly and needs no compiler. Under torchrun DistributedDataParallel imports it
-too, so ranks there still pay for it. Reading params.yaml and dvc.yaml takes 15 ms and 12 ms.
+Learned: the first use of torch.optim.SGD imports torch's compiler, which took 1.6 s beside 1.9 s for torch itself
+(least of 6, busy machine); a process alone now calls the fused step directly and needs no compiler. Under torchrun
+DistributedDataParallel imports it too, so ranks there still pay for it. Reading params.yaml and dvc.yaml takes 15 ms
+and 12 ms.
 """
 
 from __future__ import annotations
