@@ -287,8 +287,8 @@ def asked_to_end(number: int) -> Callable[..., None]:
             raise TooLateError  # Python itself had not started yet
         if code != 128 + number or "Traceback" in run.output or "interrupted: `dvc repro` goes on" not in run.output:
             raise LostError(f"exit code {code}\n{run.output}")
-        kept = [path for name in ("snapshot_*", "result") for path in (project.root / ".swap" / stage).glob(f"*/{name}")]
-        if had_begun and not kept:
+        scratch = project.root / ".swap" / stage
+        if had_begun and not any(scratch.glob("*/snapshot_*")) and not any(scratch.glob("*/result")):
             raise LostError(f"neither snapshot nor result was kept\n{run.output}")
 
     return strike
