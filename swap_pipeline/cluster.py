@@ -184,10 +184,9 @@ def _gpus_on_node() -> int:
     """As Slurm says it: a batch script is told how many it has, a shell of `salloc` what was asked for, if in words
     of its own; `--gres` is known to the controller alone."""
     nodes = num_allocated_nodes()
-    on_node, tasks = _number("SLURM_GPUS_ON_NODE") or _number("SLURM_GPUS_PER_NODE"), _number("SLURM_NTASKS")
-    if on_node:
+    if on_node := _number("SLURM_GPUS_ON_NODE") or _number("SLURM_GPUS_PER_NODE"):
         return on_node
-    if total := _number("SLURM_GPUS") or _number("SLURM_GPUS_PER_TASK") * tasks:
+    if total := _number("SLURM_GPUS") or _number("SLURM_GPUS_PER_TASK") * _number("SLURM_NTASKS"):
         return _on_each(total, nodes)
     try:
         description = ask("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
