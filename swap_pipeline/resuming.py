@@ -104,7 +104,7 @@ def _misfit(
     if "begun" in info and not _is_beginning(info["begun"], run, len(curve), num_images):
         return "it is of no step that there is"
     scaler, own_scaler = info.get("scaler"), sgd.scaler.state()
-    if not isinstance(scaler, dict) or not isinstance(info.get("precision"), str):
+    if not isinstance(scaler, dict) or info.get("precision") not in ("fp32", "bf16", "fp16"):
         return "it does not say in which precision it was trained"
     if info["precision"] == sgd.scaler.precision and {key: type(value) for key, value in scaler.items()} != {
         key: type(value) for key, value in own_scaler.items()

@@ -135,7 +135,11 @@ def test_a_worker_with_nan_does_not_enter_the_average(finished: Project) -> None
 def test_a_diverging_phase_says_where_and_what_to_do(finished: Project) -> None:
     finished.set_params({"phase1.peak_lr": 1e30})
     before = outs(finished, "phase1")
-    assert_one_line(finished.stage("phase1"), "phase1: loss or gradient is not finite at epoch", "peak_lr")
+    assert_one_line(
+        finished.stage("phase1"),
+        "phase1 (phase1.seed 0): loss or gradient is not finite at epoch 1, step",
+        "phase1.peak_lr",
+    )
     assert outs(finished, "phase1") == before
 
 

@@ -314,7 +314,7 @@ def test_swa_samples_as_many_models_as_swap(name: str) -> None:
 def test_cifar10_cpu_reads_ten_thousand_images_from_a_folder() -> None:
     params = recipe("cifar10-cpu")
     assert (params.data.name, params.data.train_images) == ("imagefolder", 10_000)
-    assert (params.model.name, params.model.width) == ("resnet9", 12)
+    assert (params.model.name, params.model.width) == ("resnet9", 16)
 
 
 @pytest.mark.parametrize("name", ["fashion-mini", "fashion-mnist", "cifar10-cpu"])
