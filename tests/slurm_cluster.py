@@ -61,7 +61,8 @@ class Cluster:
         self.run("scancel", "--state=PENDING", check=False)
         self.run("scancel", "--signal=KILL", "--full", *self._jobs(), check=False)
         self.run("scancel", *self._jobs(), check=False)
-        _wait_until(lambda: not self._jobs())
+        # A step that ended while the controller was down tells it so a minute later; two until Slurm asks once more.
+        _wait_until(lambda: not self._jobs(), 180)
 
     def _jobs(self) -> list[str]:
         return self.run("squeue", "-h", "-o", "%A", check=False).split()
