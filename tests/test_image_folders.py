@@ -558,7 +558,7 @@ def test_whatever_ends_the_stage_ends_its_processes(project: Project, tmp_path: 
         cwd=project.root,
         env=project.full_environment(),
         start_new_session=True,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
     )
     try:
@@ -569,15 +569,14 @@ def test_whatever_ends_the_stage_ends_its_processes(project: Project, tmp_path: 
         else:
             stage.kill()
 
-        _, errors = stage.communicate(timeout=60)
+        output, _ = stage.communicate(timeout=60)
         wait_until(lambda: not any(map(is_running, family)), seconds=20)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(stage.pid, signal.SIGKILL)
 
-    assert stage.returncode == (1 if end == "Ctrl-C" else -signal.SIGKILL)
-    # On a busy machine, a decoder that was only just starting may complain of its lost parent after that.
-    assert errors.split()[:1] == ["Aborted!"] or end == "kill", errors
+    assert stage.returncode == (128 + signal.SIGINT if end == "Ctrl-C" else -signal.SIGKILL)
+    assert output.endswith("interrupted: `dvc repro` goes on from here\n") or end == "kill", output
     assert not (project.root / "data/prepared").exists()
 
 
