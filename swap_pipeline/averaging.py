@@ -1,17 +1,19 @@
-"""Phase 3's mean of W weight files, a piece of one tensor in memory at a time. Knows nothing of networks.
+"""Phase 3's mean of W weight files, a piece of a tensor in memory at a time. Knows nothing of networks.
 
 θ̂ = (1/W) Σ θ_w    (Algorithm 1, last lines)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from swap_pipeline.checkpoint import TensorFile, file_order, write_tensor_stream
+from swap_pipeline.checkpoint import TensorFile, write_in_pieces
+from swap_pipeline.environment import num_cores
 from swap_pipeline.errors import SwapError, shown
 
 # Up to this many elements a sum is kept in float64; above it float32 is exact enough and quicker.
@@ -31,14 +33,10 @@ def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, 
     assert paths
     files = [TensorFile(path) for path in paths]
     _check_alike(files)
+    # The ranks beside this one wait for it, and their cores with them.
+    threads = max(1, num_cores() // torch.get_num_threads())
     layout = files[0].layout
-
-    def means() -> Iterator[tuple[str, torch.Tensor]]:
-        for key in file_order(layout):
-            for piece in _mean(files, key):
-                yield key, piece
-
-    write_tensor_stream(out, layout, means(), info, durable=durable)
+    write_in_pieces(out, layout, lambda key: _mean(files, key), info, threads=threads, durable=durable)
 
 
 def _mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
@@ -52,12 +50,12 @@ def _mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
     is_finite = True
     piece = torch.empty(_PIECE, dtype=spec.dtype)
     streams = [file.pieces(key, into=piece) for file in files]
-    for first in range(0, spec.num_elements, _PIECE):
-        total = torch.zeros(min(_PIECE, spec.num_elements - first), dtype=wide)
-        for stream in streams:
+    for _ in range(0, spec.num_elements, _PIECE):
+        total = next(streams[0]).to(wide, copy=True)
+        for stream in streams[1:]:
             total += next(stream)
         mean = total.div_(len(files)).to(spec.dtype)
-        is_finite &= bool(torch.isfinite(mean).all())
+        is_finite &= all(math.isfinite(extreme.item()) for extreme in torch.aminmax(mean))
         yield mean
     for stream in streams:
         next(stream, None)  # past its end, where the digest is checked

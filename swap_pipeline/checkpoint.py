@@ -8,12 +8,12 @@ when the tensor is read and not when the model is wrong.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
-import itertools
 import json
 import math
-import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,7 @@ def write_tensors(
 ) -> None:
     """Write tensors that are all in memory."""
     layout = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    write_tensor_stream(path, layout, ((key, tensors[key]) for key in file_order(layout)), info, durable=durable)
+    write_in_pieces(path, layout, lambda key: [tensors[key]], info, durable=durable)
 
 
 def file_order(layout: Mapping[str, Spec]) -> list[str]:
@@ -73,46 +73,62 @@ def file_order(layout: Mapping[str, Spec]) -> list[str]:
     return sorted(layout, key=lambda key: (-layout[key].dtype.itemsize, key))
 
 
-def write_tensor_stream(
+def write_in_pieces(
     path: Path,
     layout: Mapping[str, Spec],
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    pieces_of: Callable[[str], Iterable[torch.Tensor]],
     info: Mapping[str, Any],
     *,
+    threads: int = 1,
     durable: bool = True,
 ) -> None:
-    """Write tensors as they come, in `file_order(layout)`; only one need exist at a time.
+    """Write tensors of which no more need be in memory than a piece.
 
-    One may also come in pieces that follow each other, each under its key: as much of it as is to be in memory.
+    `pieces_of` a key are the values of its tensor in a row, in one piece or in several. With more `threads`, each is at
+    work on a tensor of its own, and `pieces_of` is called from all of them; the bytes are the same.
     """
     entries: dict[str, Any] = {}
-    offset = 0
+    end = 0
     for key in file_order(layout):
-        spec = layout[key]
-        end = offset + spec.num_bytes
+        start, end = end, end + layout[key].num_bytes
         entries[key] = {
-            "dtype": _DTYPES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
+            "dtype": _DTYPES[layout[key].dtype],
+            "shape": list(layout[key].shape),
+            "data_offsets": [start, end],
         }
-        offset = end
-    digests = dict.fromkeys(entries, _PLACEHOLDER)
-    with atomic_write(path, durable=durable) as file:
-        # The digests stand before the data but are known only after it: same length, written twice.
-        file.write(_header(entries, info, digests))
-        for key, pieces in itertools.groupby(tensors, key=operator.itemgetter(0)):
-            digest, num_elements = xxhash.xxh3_64(), 0
-            for _, piece in pieces:
+    # The digests stand before the data but are known only after it: same length, in place of which they are put.
+    data_start = len(_header(entries, info, dict.fromkeys(entries, _PLACEHOLDER)))
+    with atomic_write(path, durable=durable) as file, _mapping(threads) as mapping:
+
+        def write(key: str) -> str:
+            digest, (start, end) = xxhash.xxh3_64(), entries[key]["data_offsets"]
+            for piece in pieces_of(key):
                 assert piece.dtype == layout[key].dtype, key
                 data = _bytes_of(piece)
                 digest.update(data)
-                file.write(data)
-                num_elements += piece.numel()
-            assert num_elements == layout[key].num_elements, key
-            digests[key] = digest.hexdigest()
-        assert _PLACEHOLDER not in digests.values(), "a tensor of the layout was never written"
-        file.seek(0)
+                _write_at(file.fileno(), data, data_start + start)
+                start += len(data)
+            assert start == end, key
+            return digest.hexdigest()
+
+        digests = dict(zip(entries, mapping(write, entries), strict=True))
         file.write(_header(entries, info, digests))
+
+
+@contextlib.contextmanager
+def _mapping(threads: int) -> Iterator[Callable[..., Iterable[str]]]:
+    """`map`, by so many threads; what the first fails with is raised, and what has not begun is left."""
+    if threads == 1:
+        yield map
+        return
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        yield pool.map
+
+
+def _write_at(handle: int, data: memoryview, place: int) -> None:
+    while data:
+        written = os.pwrite(handle, data, place)
+        data, place = data[written:], place + written
 
 
 def _header(entries: Mapping[str, Any], info: Mapping[str, Any], digests: Mapping[str, str]) -> bytes:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from swap_pipeline import averaging
 from swap_pipeline.averaging import average_files
 from swap_pipeline.checkpoint import read_tensors, write_tensors
 from swap_pipeline.errors import SwapError
@@ -147,6 +148,16 @@ def test_the_result_carries_the_info_it_was_given(tmp_path: Path) -> None:
     average_files(paths, tmp_path / "mean.safetensors", {"phase": "phase3", "seeds": [0, 1]})
 
     assert read_tensors(tmp_path / "mean.safetensors")[1] == {"phase": "phase3", "seeds": [0, 1]}
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write_workers(tmp_path, [weights_of_worker(number) for number in range(3)])
+
+    for cores in (1, 2, 7):
+        monkeypatch.setattr(averaging, "num_cores", lambda cores=cores: cores * torch.get_num_threads())
+        average_files(paths, tmp_path / f"{cores}", {"phase": "phase3"})
+
+    assert len({(tmp_path / name).read_bytes() for name in ("1", "2", "7")}) == 1
 
 
 def test_averaging_again_gives_the_same_bytes(tmp_path: Path) -> None:

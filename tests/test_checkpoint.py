@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,8 +30,8 @@ from swap_pipeline.checkpoint import (
     load_weights,
     read_snapshot,
     read_tensors,
+    write_in_pieces,
     write_snapshot,
-    write_tensor_stream,
     write_tensors,
 )
 from swap_pipeline.errors import SwapError
@@ -161,63 +162,89 @@ def test_different_contents_have_different_bytes(tmp_path: Path, change: str) ->
     assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "b.safetensors").read_bytes()
 
 
-def failing_stream() -> Iterator[tuple[str, torch.Tensor]]:
-    yield "a", torch.ones(1000)
-    raise RuntimeError("the disk is full")
+def failing(key: str) -> Iterator[torch.Tensor]:
+    yield torch.ones(500)
+    if key == "b":
+        raise RuntimeError("the disk is full")
+    yield torch.ones(500)
 
 
-def interrupted_stream() -> Iterator[tuple[str, torch.Tensor]]:
-    yield "a", torch.ones(1000)
-    raise KeyboardInterrupt
+def interrupted(key: str) -> Iterator[torch.Tensor]:
+    yield torch.ones(1000)
+    if key == "b":
+        raise KeyboardInterrupt
 
 
-def short_stream() -> Iterator[tuple[str, torch.Tensor]]:
-    yield "a", torch.ones(1000)
+def too_short(key: str) -> Iterator[torch.Tensor]:
+    yield torch.ones(1000 if key == "a" else 999)
 
 
+def too_long(key: str) -> Iterator[torch.Tensor]:
+    yield torch.ones(1001)
+
+
+TWO_TENSORS = {"a": Spec(torch.float32, (1000,)), "b": Spec(torch.float32, (1000,))}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    ("stream", "error"),
-    [(failing_stream, RuntimeError), (interrupted_stream, KeyboardInterrupt), (short_stream, AssertionError)],
+    ("pieces_of", "error"),
+    [
+        (failing, RuntimeError),
+        (interrupted, KeyboardInterrupt),
+        (too_short, AssertionError),
+        (too_long, AssertionError),
+    ],
 )
 def test_a_writer_that_fails_midway_leaves_nothing_behind(
-    tmp_path: Path, stream: Callable[[], Iterator[tuple[str, torch.Tensor]]], error: type[BaseException]
+    tmp_path: Path, pieces_of: Callable[[str], Iterator[torch.Tensor]], error: type[BaseException], threads: int
 ) -> None:
-    layout = {"a": Spec(torch.float32, (1000,)), "b": Spec(torch.float32, (1000,))}
-
     with pytest.raises(error):
-        write_tensor_stream(tmp_path / "x.safetensors", layout, stream(), {})
+        write_in_pieces(tmp_path / "x.safetensors", TWO_TENSORS, pieces_of, {}, threads=threads)
 
     assert names_in(tmp_path) == []
 
 
-def test_a_writer_that_fails_midway_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
-    layout = {"a": Spec(torch.float32, (1000,)), "b": Spec(torch.float32, (1000,))}
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_writer_that_fails_midway_leaves_the_old_file_as_it_was(tmp_path: Path, threads: int) -> None:
     small_file(tmp_path / "x.safetensors")
     before = (tmp_path / "x.safetensors").read_bytes()
 
     with pytest.raises(RuntimeError):
-        write_tensor_stream(tmp_path / "x.safetensors", layout, failing_stream(), {})
+        write_in_pieces(tmp_path / "x.safetensors", TWO_TENSORS, failing, {}, threads=threads)
 
     assert names_in(tmp_path) == ["x.safetensors"]
     assert (tmp_path / "x.safetensors").read_bytes() == before
 
 
-def test_a_tensor_that_comes_in_pieces_gives_the_same_bytes_as_whole(tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(1000.0).reshape(10, 100), "b": torch.ones(3), "none": torch.ones(0, 2)}
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_tensors_in_pieces_by_any_number_of_threads_give_the_same_bytes_as_whole(tmp_path: Path, threads: int) -> None:
+    tensors = {f"t{n:02d}": torch.arange(1000.0).reshape(10, 100) + n for n in range(20)}
+    tensors |= {"b": torch.ones(3), "none": torch.ones(0, 2), "steps": torch.tensor(7)}
     layout = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    pieces = [(key, piece) for key, tensor in tensors.items() for piece in tensor.reshape(-1).split(300)]
+
+    def pieces_of(key: str) -> Iterator[torch.Tensor]:
+        yield from tensors[key].reshape(-1).split(300)
 
     write_tensors(tmp_path / "whole", tensors, {"x": 1})
-    write_tensor_stream(tmp_path / "pieces", layout, pieces, {"x": 1})
+    write_in_pieces(tmp_path / "pieces", layout, pieces_of, {"x": 1}, threads=threads)
 
     assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_pieces_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path) -> None:
-    layout = {"a": Spec(torch.float32, (1000,))}
+def test_of_tensors_that_fail_in_several_threads_the_first_is_told(tmp_path: Path) -> None:
+    second_failed = threading.Event()
 
-    with pytest.raises(AssertionError):
-        write_tensor_stream(tmp_path / "x.safetensors", layout, [("a", torch.ones(999))], {})
+    def both_fail(key: str) -> Iterator[torch.Tensor]:
+        yield torch.ones(500)
+        if key == "a":
+            assert second_failed.wait(timeout=60)
+        else:
+            second_failed.set()
+        raise RuntimeError(f"tensor {key}")
+
+    with pytest.raises(RuntimeError, match="tensor a"):
+        write_in_pieces(tmp_path / "x.safetensors", TWO_TENSORS, both_fail, {}, threads=2)
 
     assert names_in(tmp_path) == []
 
@@ -225,16 +252,14 @@ def test_pieces_that_do_not_make_up_the_tensor_are_refused(tmp_path: Path) -> No
 def test_a_file_is_not_there_under_its_name_until_it_is_whole(tmp_path: Path) -> None:
     seen = []
 
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for key in ("a", "b"):
-            seen.append((tmp_path / "x.safetensors").exists())
-            yield key, torch.ones(1000)
+    def pieces_of(key: str) -> Iterator[torch.Tensor]:
+        seen.append((tmp_path / "x.safetensors").exists())
+        yield torch.ones(1000)
         seen.append((tmp_path / "x.safetensors").exists())
 
-    layout = {"a": Spec(torch.float32, (1000,)), "b": Spec(torch.float32, (1000,))}
-    write_tensor_stream(tmp_path / "x.safetensors", layout, stream(), {})
+    write_in_pieces(tmp_path / "x.safetensors", TWO_TENSORS, pieces_of, {})
 
-    assert seen == [False, False, False]
+    assert seen == [False] * 4
     assert names_in(tmp_path) == ["x.safetensors"]
 
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
 
 from swap_pipeline.checkpoint import write_tensors
 from swap_pipeline.data import Meta, View, batch_share, draw_epoch
 from swap_pipeline.errors import SwapError
-from swap_pipeline.loader import FileImages, rectangle
+from swap_pipeline.loader import FileImages, random_crop, rectangle
 
 CPU = torch.device("cpu")
 META = Meta(classes=("a", "b", "c"), shape=None, channels=3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5))
@@ -188,6 +189,21 @@ def test_a_random_crop_is_a_part_of_the_image_of_at_least_the_given_share(tmp_pa
     assert min(shares) > 0.25 * 0.93
     assert max(shares) > 0.8
     assert min(shares) < 0.4
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_random_crops_are_those_of_torchvision_to_within_a_step_of_255(channels: int) -> None:
+    chance = np.random.default_rng(0)
+    for height, width in ((40, 30), (7, 90), (300, 211)):
+        noise = chance.integers(0, 256, (height, width, channels), dtype=np.uint8)
+        image = Image.fromarray(noise if channels == 3 else noise[..., 0])
+        crop = v2.RandomResizedCrop((32, 32), scale=(0.25, 1.0), antialias=True)
+        for seed in range(20):
+            torch.manual_seed(seed)
+            expected = v2.functional.pil_to_tensor(crop(image)).permute(1, 2, 0)
+            found = random_crop(image, (32, 32), min_scale=0.25, seed=seed)
+            assert found.shape == expected.shape
+            assert (found.int() - expected.int()).abs().max() <= 1
 
 
 def test_an_image_that_changed_or_went_missing_after_preparing_is_named(folder: Path) -> None:
