@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,12 @@ def measure(options: Options) -> Iterator[Row]:
             starts.append(_first_step(project, ranks))
             return starts[-1].rank
 
+        measures: dict[str, Callable[[], float]]
+        measures = {"rank": start_of_rank, "import": functools.partial(_import_torch, ranks)}
+        if ranks > 1:
+            measures["ddp"] = functools.partial(_least_ddp, ranks)
         found = interleaved(
-            {"rank": start_of_rank, "import": functools.partial(_import_torch, ranks)},
+            measures,
             rounds=options.rounds,
             warm_up=options.sized(1, 0),
             say=options.say,
@@ -80,6 +85,13 @@ def measure(options: Options) -> Iterator[Row]:
             more={"ratio_to_import": divided(before, found["import"]).as_json()},
         )
         if ranks > 1:
+            yield compared(
+                f"startup/ddp_{ranks}",
+                f"start-up of a rank to its first training step, {how}, against the least that needs DDP",
+                ours=("rank", found["rank"]),
+                other=(f"import torch, DDP of one layer, a step, {ranks} at once", found["ddp"]),
+                unit="s",
+            )
             yield compared(
                 f"startup/torchrun_{ranks}",
                 f"between them: torchrun, {how}",
@@ -121,12 +133,34 @@ def _help(options: Options) -> Row:
 
 def _import_torch(processes: int) -> float:
     """Seconds until so many Pythons that start at once have torch."""
+    return _all_at_once("import os, torch; os._exit(0)", [{}] * processes)
+
+
+def _least_ddp(ranks: int) -> float:
+    """Seconds until so many ranks that start at once have taken a step of one layer under DDP, and nothing else."""
+    program = (
+        "import os, torch; torch.distributed.init_process_group('gloo')\n"
+        "network = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
+        "network(torch.ones(1, 1)).sum().backward(); os._exit(0)"
+    )
+    together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    return _all_at_once(program, [{**together, "RANK": str(rank)} for rank in range(ranks)])
+
+
+def _all_at_once(program: str, settings: Sequence[dict[str, str]]) -> float:
+    """Seconds until as many Pythons as there are settings of the environment have run a program and ended."""
     began = time.perf_counter()
-    command = [sys.executable, "-c", "import os, torch; os._exit(0)"]
-    running = [subprocess.Popen(command, env=environment(threads=1)) for _ in range(processes)]
+    command = [sys.executable, "-c", program]
+    running = [subprocess.Popen(command, env=environment(threads=1, more=own)) for own in settings]
     if any(process.wait() for process in running):
-        raise RuntimeError("torch cannot be imported")
+        raise RuntimeError(f"this failed: {program}")
     return time.perf_counter() - began
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from swap_pipeline.params import Augment, Compute, Optimizer, check_divisible
 from swap_pipeline.placement import set_up
 from swap_pipeline.precision import Scaler, autocast
 from swap_pipeline.progress import Reporter
+from swap_pipeline.ranks import quick_imports
 from swap_pipeline.resuming import Begun, keep, resume
 from swap_pipeline.runs import Epoch, Record, Run, reason_to_stop
 from swap_pipeline.sgd import FiniteGuard, Sgd
@@ -222,12 +223,13 @@ def _wrap(network: nn.Module, image_shape: tuple[int, ...], group: Group) -> nn.
     blank = torch.zeros(2, *image_shape, device=group.device)
     network.train()
     _check_that_all_learn(network, network(blank).sum())
-    parallel = DistributedDataParallel(
-        network,
-        device_ids=[group.device] if group.device.type == "cuda" else None,
-        forward_sync_buffers=False,
-        gradient_as_bucket_view=True,
-    )
+    with quick_imports():  # of torch's compiler, by DDP
+        parallel = DistributedDataParallel(
+            network,
+            device_ids=[group.device] if group.device.type == "cuda" else None,
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
+        )
     parallel(blank).sum().backward()
     parallel.zero_grad(set_to_none=True)
     network.load_state_dict(before)
