@@ -96,6 +96,7 @@ def measure(
 ) -> list[str]:
     """Measure these families one after the other; returns those that failed."""
     failed = []
+    facts = {**about(), "rounds": rounds, "quick": quick}
     for number, name in enumerate(names, start=1):
         began = time.monotonic()
         print(f"[{number}/{len(names)}] {name}: {FAMILIES[name]}", file=sys.stderr, flush=True)
@@ -103,7 +104,6 @@ def measure(
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         options = Options(rounds=rounds, quick=quick, scratch=scratch, cores=num_cores(), cifar=cifar)
-        facts = {**about(), "rounds": rounds, "quick": quick}
         try:
             for row in importlib.import_module(f"benchmarks.{name}").measure(options):
                 results.keep(path, facts, [row], order=list(FAMILIES))

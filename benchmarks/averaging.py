@@ -1,7 +1,8 @@
 """Averaging: seconds and memory for 8 weight files of 400 MB, against just reading them, and against peers.
 
-`average_files` as phase 3 calls it, each time in a fresh process with the threads and the allocator settings of a rank
-of it (peers: all cores, and the allocator as it is), timed inside it after its imports. The files have
+`average_files` as phase 3 with two ranks calls it, by two threads, each time in a fresh process with the allocator
+settings and torch's threads of a rank (peers: all cores, and the allocator as it is), timed inside it after its
+imports. The files have
 been written shortly before and are read once more in the round that does not count, so they are in the page cache for
 everybody; on a cold disk, reading takes most of the time and the ratio is nearer to 1. Reading is done by plain reads
 into one buffer that stays in the core's cache, the quickest way there is. Nobody's result is forced to disk.
@@ -30,6 +31,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared, left_out
 
 _MB = 1_000_000
+_THREADS = 2  # of a phase 3 with two ranks
 _ALLOWED_BESIDE_TENSORS = 64 * _MB
 _PEERS = {
     "timm": "timm's avg_checkpoints",
@@ -57,7 +60,7 @@ def measure(options: Options) -> Iterator[Row]:
     options.say(f"writing {number} files of {num_bytes // _MB} MB")
     paths = write_models(folder, number=number, num_bytes=num_bytes)
     why_not = {name: missing(name) for name in ("timm", "mergekit")}
-    names = ["ours", "read", *(name for name in _PEERS if not why_not.get(name))]
+    names = ["ours", "read", "read_by_threads", *(name for name in _PEERS if not why_not.get(name))]
     memory: dict[str, list[float]] = {name: [] for name in names}
     private: dict[str, float] = {}
 
@@ -79,6 +82,13 @@ def measure(options: Options) -> Iterator[Row]:
         unit="s",
         limit=Limit("≤", 2.0),
         note="Averaging: all files are in the page cache, for ours and for those it is compared with.",
+    )
+    yield compared(
+        "averaging/reading_by_threads",
+        f"averaging {size}, against reading by as many threads",
+        ours=("average_files", found["ours"]),
+        other=(f"reading the bytes, {_THREADS} threads", found["read_by_threads"]),
+        unit="s",
     )
     allowed = (2 * largest_tensor(num_bytes) + _ALLOWED_BESIDE_TENSORS) / _MB
     yield compared(
@@ -184,17 +194,27 @@ Work = Callable[[], None]
 def _ours(paths: Sequence[Path], out: Path) -> Work:
     from swap_pipeline.averaging import average_files
 
-    return lambda: average_files(paths, out, {}, durable=False)
+    return lambda: average_files(paths, out, {}, threads=_THREADS, durable=False)
 
 
 def _read(paths: Sequence[Path], out: Path) -> Work:
-    buffer = memoryview(bytearray(1 << 19))
-
     def work() -> None:
+        buffer = memoryview(bytearray(1 << 19))
         for path in paths:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(buffer):
                     pass
+
+    return work
+
+
+def _read_by_threads(paths: Sequence[Path], out: Path) -> Work:
+    shares = [_read(paths[first::_THREADS], out) for first in range(_THREADS)]
+
+    def work() -> None:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for done in [pool.submit(share) for share in shares]:
+                done.result()
 
     return work
 
@@ -243,6 +263,7 @@ def _mergekit(paths: Sequence[Path], out: Path) -> Work:
 _WAYS: dict[str, Callable[[Sequence[Path], Path], Work]] = {
     "ours": _ours,
     "read": _read,
+    "read_by_threads": _read_by_threads,
     "load_file": _load_file,
     "timm": _timm,
     "mergekit": _mergekit,

@@ -6,9 +6,13 @@ there are cores. Everything has been read before, so files come from the page ca
 - CIFAR-10 as a folder of small JPEGs (`--cifar`): images of one size that fit into memory are decoded once, by
   `prepare`, so an epoch decodes nothing; the seconds of `prepare` stand in the note. And the same files left where they
   are (`data.max_gb_in_memory: 0`), so that both decode in every epoch.
-- JPEGs of 256 pixels, generated, left in their files: what takes the time is decoding, and resizing a random crop, for
-  which both use Pillow. What we save is what comes after: one uint8 batch from each loader process, normalised and
-  flipped as a whole, instead of float images that are handled one by one and stacked.
+- JPEGs of 256 pixels, generated, left in their files: what takes the time is decoding, for which both use Pillow, and
+  resizing a random crop.
+
+Learned: one uint8 batch from each loader process, normalised and flipped as a whole, instead of float images that are
+handled one by one and stacked, gave 1.22 at 256 pixels and 1.11 at 32. What was left was Pillow's resizing, which takes
+as long as its decoding (480 µs and 400 µs, one image of 256 pixels, busy machine), and the time in which torchvision
+finds out what it was given. Torch resizes uint8 images whose channels come last in 90 µs.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def measure(options: Options) -> Iterator[Row]:
         "nothing_to_do/repro",
         f"nothing to do, {5 + workers} stages",
         ours=("dvc repro", found["repro"]),
-        other=("dvc status", found["status"]),
+        other=("dvc status dvc.yaml", found["status"]),
         unit="s",
         limit=Limit("≤", 1.5),
     )

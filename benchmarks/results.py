@@ -117,10 +117,15 @@ def left_out(name: str, what: str, *, other: str, unit: str, why: str, limit: Li
 def keep(path: Path, about: Mapping[str, Any], rows: Sequence[Row], *, order: Sequence[str]) -> None:
     """Add rows to the file, in place of those of the same name; `order` is that of the families."""
     known = {row["name"]: row for row in read(path)["rows"]} if path.exists() else {}
-    known |= {row.name: {**row.as_json(), **about} for row in rows}
+    known |= {row.name: {**row.as_json(), **about, "rounds": _rounds(row, about["rounds"])} for row in rows}
     families = {family: number for number, family in enumerate(order)}
     ranked = sorted(known.values(), key=lambda row: families.get(row["name"].partition("/")[0], len(families)))
     write_json(path, {"rows": ranked})
+
+
+def _rounds(row: Row, asked: int) -> int:
+    """Some take more than were asked for; a ratio that is one figure, as R², says nothing of it."""
+    return max(asked, len(row.ratio.values) if row.ratio else 0)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from swap_pipeline.checkpoint import TensorFile, write_in_pieces
-from swap_pipeline.environment import num_cores
 from swap_pipeline.errors import SwapError, shown
 
 # Up to this many elements a sum is kept in float64; above it float32 is exact enough and quicker.
@@ -23,8 +22,10 @@ _SMALL = 1 << 20
 _PIECE = 1 << 17
 
 
-def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Write the element-wise mean of `paths` to `out`; `durable` as in `atomic_write`.
+def average_files(
+    paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, threads: int = 1, durable: bool = True
+) -> None:
+    """Write the element-wise mean of `paths` to `out`; `threads` as in `write_in_pieces`, `durable` in `atomic_write`.
 
     Floating-point tensors are averaged and keep their type. Integer tensors (batch norm's step counters) have no
     meaningful mean: the first file's value stands. Whether batch-norm statistics in the result make sense is the
@@ -33,25 +34,27 @@ def average_files(paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, 
     assert paths
     files = [TensorFile(path) for path in paths]
     _check_alike(files)
-    # The ranks beside this one wait for it, and their cores with them.
-    threads = max(1, num_cores() // torch.get_num_threads())
-    layout = files[0].layout
-    write_in_pieces(out, layout, lambda key: _mean(files, key), info, threads=threads, durable=durable)
+    write_in_pieces(out, files[0].layout, lambda key: _mean(files, key), info, threads=threads, durable=durable)
 
 
 def _mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
-    """The mean of one tensor, piece by piece; what is wrong with it or with the files is known after the last."""
+    """The mean of one tensor, piece by piece, each in place of the one before.
+
+    What is wrong with it or with the files is known after the last.
+    """
     spec = files[0].layout[key]
     if not spec.dtype.is_floating_point or not spec.num_elements:
         yield files[0].read(key)
         return
     is_small = spec.num_elements <= _SMALL
     wide = torch.float64 if is_small or spec.dtype == torch.float64 else torch.float32
-    is_finite = True
-    piece = torch.empty(_PIECE, dtype=spec.dtype)
+    length = min(_PIECE, spec.num_elements)
+    sums, piece = torch.empty(length, dtype=wide), torch.empty(length, dtype=spec.dtype)
     streams = [file.pieces(key, into=piece) for file in files]
-    for _ in range(0, spec.num_elements, _PIECE):
-        total = next(streams[0]).to(wide, copy=True)
+    is_finite = True
+    for first in range(0, spec.num_elements, length):
+        total = sums[: spec.num_elements - first]
+        total.copy_(next(streams[0]))
         for stream in streams[1:]:
             total += next(stream)
         mean = total.div_(len(files)).to(spec.dtype)

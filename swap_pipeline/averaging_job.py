@@ -27,6 +27,9 @@ from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import Setting
 from swap_pipeline.training_job import describe_model, open_data, view_of_checkpoint
 
+# Of averaging: each takes 2 MB, and opens all files.
+_MOST_THREADS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Averager:
@@ -63,7 +66,9 @@ class Averager:
         self.group.wait()
         began = time.perf_counter()
         if self.group.is_main:
-            average_files(models, mean, {}, durable=False)  # for the ranks to read, then it goes
+            # For the ranks to read, then it goes. They wait meanwhile, so their cores can help.
+            threads = min(self.group.ranks_here, _MOST_THREADS)
+            average_files(models, mean, {}, threads=threads, durable=False)
         self.group.wait()
         if reporter is not None:
             reporter.done(1, f"averaged {len(models)} models")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import io
 import json
 import math
 import os
@@ -98,7 +99,7 @@ def write_in_pieces(
         }
     # The digests stand before the data but are known only after it: same length, in place of which they are put.
     data_start = len(_header(entries, info, dict.fromkeys(entries, _PLACEHOLDER)))
-    with atomic_write(path, durable=durable) as file, _mapping(threads) as mapping:
+    with atomic_write(path, durable=durable) as file, _map_by(threads) as mapping:
 
         def write(key: str) -> str:
             digest, (start, end) = xxhash.xxh3_64(), entries[key]["data_offsets"]
@@ -111,12 +112,14 @@ def write_in_pieces(
             assert start == end, key
             return digest.hexdigest()
 
-        digests = dict(zip(entries, mapping(write, entries), strict=True))
+        # Side by side the largest first, so that none is left for one thread at the end.
+        order = sorted(entries, key=lambda key: -layout[key].num_bytes) if threads > 1 else list(entries)
+        digests = dict(zip(order, mapping(write, order), strict=True))
         file.write(_header(entries, info, digests))
 
 
 @contextlib.contextmanager
-def _mapping(threads: int) -> Iterator[Callable[..., Iterable[str]]]:
+def _map_by(threads: int) -> Iterator[Callable[..., Iterable[str]]]:
     """`map`, by so many threads; what the first fails with is raised, and what has not begun is left."""
     if threads == 1:
         yield map
@@ -219,7 +222,7 @@ class TensorFile:
                 for first in range(0, spec.num_elements, len(into)):
                     count = min(len(into), spec.num_elements - first)
                     part = window[: count * spec.dtype.itemsize]
-                    if file.readinto(part) != len(part):
+                    if not _fill(part, file):
                         raise DamagedFileError(self.path, f"it ends in the middle of tensor {shown(key)}")
                     digest.update(part)
                     yield into[:count]
@@ -238,6 +241,13 @@ class TensorFile:
 
     def _mismatch(self, key: str) -> DamagedFileError:
         return DamagedFileError(self.path, f"tensor {shown(key)} does not match its digest")
+
+
+def _fill(part: memoryview, file: io.FileIO) -> bool:
+    """Read until `part` is full, since network disks may give less at a time; False if the file ends before."""
+    while part and (count := file.readinto(part)):
+        part = part[count:]
+    return not part
 
 
 def _spec_of(part: Any) -> Spec:

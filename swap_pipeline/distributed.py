@@ -23,6 +23,8 @@ class Group:
     rank: int
     world_size: int
     device: torch.device
+    ranks_here: int = 1
+    """of these processes, how many are on this node"""
 
     @property
     def is_main(self) -> bool:
@@ -83,7 +85,8 @@ def process_group() -> Iterator[Group]:
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = Group(rank=rank, world_size=world_size, device=device)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so; started otherwise, a rank has its own node
+    group = Group(rank=rank, world_size=world_size, device=device, ranks_here=here)
     if world_size == 1:
         yield group
         return

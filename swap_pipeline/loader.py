@@ -78,15 +78,15 @@ def random_crop(image: Image.Image, size: tuple[int, int], *, min_scale: float, 
     time and to within one of its 255 steps.
     """
     seed_torch(seed, _CPU)
-    box = _random_box(size, min_scale).make_params([image])
-    bottom, right = box["top"] + box["height"], box["left"] + box["width"]
-    part = _pixels(image)[box["top"] : bottom, box["left"] : right]
-    batch = part.contiguous().permute(2, 0, 1)[None]  # in memory with channels last: the quick way
+    box = _random_crop(size, min_scale).make_params([image])
+    left, top = box["left"], box["top"]
+    part = _pixels(image.crop((left, top, left + box["width"], top + box["height"])))
+    batch = part.permute(2, 0, 1)[None]  # in memory channels come last: the quick way
     return F.interpolate(batch, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
 
 
 @functools.lru_cache(maxsize=8)
-def _random_box(size: tuple[int, int], min_scale: float) -> v2.RandomResizedCrop:
+def _random_crop(size: tuple[int, int], min_scale: float) -> v2.RandomResizedCrop:
     return v2.RandomResizedCrop(size, scale=(min_scale, 1.0))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from swap_pipeline.comparison import QUANTITIES, Measured, Record, Row, Runs, all_known, devices_of_swap
-from swap_pipeline.instances import PHASES, SWA_STARTS, Instance
+from swap_pipeline.instances import BASELINES, PHASES, SWA_STARTS, Instance
 from swap_pipeline.paper_figures import Figures, Paper
 
 # In sentences.
@@ -33,8 +34,9 @@ def shared_captions(runs: Runs, rows: Sequence[Row], methods: Sequence[str]) -> 
         *_side_by_side(runs),
         "Total compute: each part's seconds times its devices, all workers counted.",
         *_repeats_side_by_side(runs, methods),
+        *_methods_side_by_side(runs, methods),
         *_ran_on(runs, methods),
-        "The clocks exclude evaluation and start-up, for all methods alike.",
+        "The clocks exclude evaluation and start-up (not compiling, if that is on), for all methods alike.",
     ]
 
 
@@ -86,6 +88,21 @@ def _repeats_side_by_side(runs: Runs, methods: Sequence[str]) -> list[str]:
             how = {None: "not recorded", 1: "one after another"}.get(count, f"up to {count} side by side")
             told.append(f"{NAMES[method]}: {how}")
     return [f"Repeats here: {'; '.join(told)}."] if told else []
+
+
+def _methods_side_by_side(runs: Runs, methods: Sequence[str]) -> list[str]:
+    """Of two `dvc` on one machine, say: what else was at work beside a method of this table."""
+    spans = {
+        method: [record["ran"] for record in runs.recorded(method) if record.get("ran")]
+        for method in (*BASELINES, *PHASES, *SWA_STARTS)
+    }
+    told = [
+        f"{NAMES[one]} and {NAMES[other]}"
+        for one, other in itertools.combinations(spans, 2)
+        if one in methods or other in methods
+        if any(begun < end and start < ended for begun, ended in spans[one] for start, end in spans[other])
+    ]
+    return [f"At the same time here: {'; '.join(told)}."] if told else []
 
 
 def _how_workers_ran(at_once: int | None, num_workers: int) -> str:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from swap_pipeline.ranks import PARENT, die_with_parent
+from swap_pipeline.ranks import PARENT, die_with_parent, quick_imports
 
 PORT = "SWAP_RENDEZVOUS_PORT"
 
@@ -23,7 +23,8 @@ def main() -> None:
         if "SLURMD_NODENAME" in os.environ:
             # By which name the others find this node; torchrun would take the one in full, which may not lead anywhere.
             sys.argv[1:1] = ["--local-addr", os.environ["SLURMD_NODENAME"]]
-    from torch.distributed.run import main as torchrun
+    with quick_imports():
+        from torch.distributed.run import main as torchrun
 
     torchrun()
 

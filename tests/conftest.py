@@ -56,6 +56,21 @@ TINY = {
 }
 
 
+class Clock:
+    """Stands in for the module `time`, and moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    time = monotonic = perf_counter
+
+
 @dataclass
 class Project:
     """A checkout that a test may do anything to."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import Project
+from conftest import Clock, Project
 
 from stages.averaged import models_after
 from swap_pipeline.averaging_job import Averager
+from swap_pipeline.files import read_json
 from swap_pipeline.params import read_params
 from swap_pipeline.schedules import models_to_keep
+from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import setting_of
 
 
@@ -44,6 +48,47 @@ def test_an_earlier_point_is_the_mean_of_the_models_kept_then(
     (first, _) = finished_project.json("metrics/averaged.json")["points"]
     assert first["test_accuracy"] == pytest.approx(score.accuracy)
     assert first["test_loss"] == pytest.approx(score.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(("before", "seconds"), [(None, 5), ({"seconds": 40.0, "ran": [0.0, 1.0]}, 45)])
+def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
+    finished_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Any, seconds: float
+) -> None:
+    """As phase 3, and at the end of SWA, where `before` is its training."""
+    import torch
+
+    from swap_pipeline import averaging_job
+    from swap_pipeline.distributed import Group
+
+    clock = Clock()
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*given: Any, **more: Any) -> Any:
+            clock.advance(seconds)
+            return function(*given, **more)
+
+        return slow
+
+    monkeypatch.chdir(finished_project.root)
+    monkeypatch.setattr(averaging_job, "time", clock)
+    monkeypatch.setattr(averaging_job, "average_files", taking(2, averaging_job.average_files))
+    for name, cost in (("open", 1000), ("recompute_statistics", 3), ("test", 100)):
+        monkeypatch.setattr(Averager, name, taking(cost, getattr(Averager, name)))
+    params, folder = read_params(), JobFolder(tmp_path / "job")
+
+    averaging_job.run_averaging_job(
+        [Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in (0, 1, 2)],
+        name="phase3",
+        header={},
+        setting=setting_of(params),
+        statistics=params.phase3,
+        group=Group(rank=0, world_size=1, device=torch.device("cpu")),
+        folder=folder,
+        before=before,
+    )
+
+    assert read_json(folder.result / "record.json")["seconds"] == seconds
+    assert clock.now == 1000 + 2 + 3 + 100
 
 
 def test_workers_keep_the_models_that_params_list(finished_project: Project) -> None:

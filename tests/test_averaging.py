@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from safetensors import safe_open
 
 from swap_pipeline import averaging
 from swap_pipeline.averaging import average_files
-from swap_pipeline.checkpoint import read_tensors, write_tensors
+from swap_pipeline.checkpoint import TensorFile, read_tensors, write_tensors
 from swap_pipeline.errors import SwapError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,14 +152,36 @@ def test_the_result_carries_the_info_it_was_given(tmp_path: Path) -> None:
     assert read_tensors(tmp_path / "mean.safetensors")[1] == {"phase": "phase3", "seeds": [0, 1]}
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [2, 7])
+def test_the_bytes_do_not_depend_on_the_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
     paths = write_workers(tmp_path, [weights_of_worker(number) for number in range(3)])
+    average_files(paths, tmp_path / "by one", {"phase": "phase3"})
+    mean_of, begun, all_begun = averaging._mean, [], threading.Event()
 
-    for cores in (1, 2, 7):
-        monkeypatch.setattr(averaging, "num_cores", lambda cores=cores: cores * torch.get_num_threads())
-        average_files(paths, tmp_path / f"{cores}", {"phase": "phase3"})
+    def slow_mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
+        begun.append(key)
+        if len(begun) == threads:
+            all_begun.set()
+        assert all_begun.wait(timeout=60), "as many tensors as threads are to be at work at once"
+        yield from mean_of(files, key)
 
-    assert len({(tmp_path / name).read_bytes() for name in ("1", "2", "7")}) == 1
+    monkeypatch.setattr(averaging, "_mean", slow_mean)
+
+    average_files(paths, tmp_path / "by several", {"phase": "phase3"}, threads=threads)
+
+    assert (tmp_path / "by several").read_bytes() == (tmp_path / "by one").read_bytes()
+
+
+def test_zeros_keep_their_sign(tmp_path: Path) -> None:
+    zeros = torch.tensor([0.0, -0.0])
+    paths = write_workers(tmp_path, [{"w": zeros}] * 3)
+
+    average_files(paths, tmp_path / "mean.safetensors", {})
+
+    mean, _ = read_tensors(tmp_path / "mean.safetensors")
+    assert mean["w"].signbit().tolist() == [False, True]
 
 
 def test_averaging_again_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import io
 import json
 import os
 import pickle
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,6 +232,32 @@ def test_tensors_in_pieces_by_any_number_of_threads_give_the_same_bytes_as_whole
     write_in_pieces(tmp_path / "pieces", layout, pieces_of, {"x": 1}, threads=threads)
 
     assert (tmp_path / "pieces").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.arange(100.0)}
+    write_tensors(tmp_path / "at once", tensors, {})
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda handle, data, place: pwrite(handle, data[:7], place))
+
+    write_tensors(tmp_path / "bit by bit", tensors, {})
+
+    assert (tmp_path / "bit by bit").read_bytes() == (tmp_path / "at once").read_bytes()
+    part = bytearray(10)
+    for content, whole in ((b"0123456789", True), (b"012345678", False)):
+        (tmp_path / "x").write_bytes(content)
+        with Stutterer(tmp_path / "x") as file:
+            assert checkpoint._fill(memoryview(part), file) == whole
+    assert part == b"0123456789"
+
+
+class Stutterer(io.FileIO):
+    """A file that gives three bytes at a time."""
+
+    def readinto(self, part: Any) -> int:
+        return super().readinto(memoryview(part)[:3])
 
 
 def test_of_tensors_that_fail_in_several_threads_the_first_is_told(tmp_path: Path) -> None:

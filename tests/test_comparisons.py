@@ -6,6 +6,8 @@ import csv
 import math
 import os
 import re
+import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -14,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Project, made_once
+from conftest import ROOT, Project, made_once
 from filelock import FileLock
 from safetensors.numpy import load_file
 from test_pipeline import ran
 from test_recipe_runs import prepare_here, run_here
-from test_resume import processes_in, wait_until
+from test_resume import processes_in, snapshots, start_and_signal, wait_until
 
 from stages.baseline import train_baseline
 from stages.phase1 import train_phase1
@@ -326,6 +328,9 @@ def test_a_changed_baseline_trains_again_and_its_swa_after_it_and_nothing_else(c
     compared.set_params({"small_batch.peak_lr": 0.02})
     output = compared.dvc("repro", COMPARISONS)
     assert names(output) == [*both("small_batch"), *both("swa_small_batch"), "tables", "comparisons_page"]
+    shutil.rmtree(compared.root / ".swap")
+    compared.set_params({"small_batch.peak_lr": 0.1})
+    assert names(compared.dvc("repro", COMPARISONS)) == [], "what was trained before comes from DVC's cache"
 
 
 def test_another_repeat_trains_one_repeat(compared: Project) -> None:
@@ -355,13 +360,38 @@ def test_a_part_that_has_not_run_leaves_a_dash_and_a_note(finished: Project) -> 
     assert f"{finished.json('metrics/phase3.json')['test_accuracy']:.2f}" in text
 
 
-def test_the_baselines_show_up_among_the_experiments(compared: Project) -> None:
-    compared.dvc("exp", "run", "-S", "small_batch.peak_lr=0.03", f"{COMPARISONS}:small_batch")
-    table = list(csv.DictReader(compared.dvc("exp", "show", "--csv").splitlines()))
-    found = {row["small_batch.peak_lr"]: row["small_batch.test_accuracy"] for row in table}
-    accuracy = compared.json("comparisons/metrics/repeat_0/small_batch.json")["test_accuracy"]
-    assert float(found["0.03"]) == pytest.approx(accuracy)
-    assert set(found) == {"0.1", "0.03"}
+def test_the_readme_s_grid_search_lists_its_winner_first(compared: Project) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (grid,) = re.findall(r"^dvc (exp run --queue .*:small_batch)$", readme, re.MULTILINE)
+    (show,) = re.findall(r"^dvc (exp show .*--sort-by small_batch\.test_accuracy .*)$", readme, re.MULTILINE)
+    compared.dvc(*shlex.split(grid))
+    compared.dvc("exp", "run", "--run-all")
+
+    table = compared.run("dvc", *shlex.split(show), COLUMNS="200").stdout
+    lines = csv.DictReader(compared.run("dvc", *shlex.split(show), "--csv").stdout.splitlines())
+
+    rows = [row for row in lines if row["Experiment"].startswith("small-")]
+    assert sorted(float(row["small_batch.peak_lr"]) for row in rows) == [0.1, 0.2, 0.3]
+    accuracies = [float(row["small_batch.test_accuracy"]) for row in rows]
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert max(map(len, table.splitlines())) <= 120
+
+
+def test_a_baseline_killed_while_it_trains_goes_on_and_ends_in_the_same_bytes(project: Project, tmp_path: Path) -> None:
+    stage = f"{COMPARISONS}:small_batch"
+    project.set_params({"small_batch.epochs": 30})
+    project.dvc("repro", "prepare")
+    reference = project.copy_to(tmp_path / "reference")
+    reference.dvc("repro", stage)
+    start_and_signal(project, lambda: max(snapshots(project, "small_batch"), default=0) >= 3, signal.SIGKILL, stage)
+    wait_until(lambda: processes_in(project.root) == [], seconds=10)
+
+    output = project.dvc("repro", stage)
+
+    assert "small_batch: going on after epoch" in output
+    file = "comparisons/checkpoints/repeat_0/small_batch/model.safetensors"
+    assert project.bytes_of(file) == reference.bytes_of(file)
+    assert len(project.json("comparisons/metrics/repeat_0/small_batch.json")["curve"]) == 30
 
 
 def test_swa_killed_while_it_trains_and_while_it_averages_ends_in_the_same_bytes(

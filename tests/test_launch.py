@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -130,3 +131,20 @@ def test_a_launcher_whose_dvc_was_killed_starts_nothing_more(tmp_path: Path, mon
     monkeypatch.setattr(ranks, "_STARTED_BY", -1)
     assert launch.run_jobs([job]) == {}
     assert not job.folder.path.exists()
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_garbage_is_collected_again_after_imports_also_failed_ones_if_it_was_before(was_on: bool) -> None:
+    def fail() -> None:
+        with ranks.quick_imports():
+            assert not gc.isenabled()
+            raise ImportError
+
+    try:
+        (gc.enable if was_on else gc.disable)()
+        with pytest.raises(ImportError):
+            fail()
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -44,11 +44,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
         time.sleep(0.01)
 
 
-def start_and_signal(project: Project, when: Callable[[], bool], number: int) -> int:
+def start_and_signal(project: Project, when: Callable[[], bool], number: int, *arguments: str) -> int:
     """Run `dvc repro` in a process group of its own and signal the whole group once `when` holds."""
     with (project.root / "killed.log").open("w") as log:
         process = subprocess.Popen(
-            ["dvc", "repro"],
+            ["dvc", "repro", *arguments],
             cwd=project.root,
             env=project.full_environment(),
             stdout=log,

@@ -212,6 +212,19 @@ def test_captions_say_which_repeats_ran_side_by_side() -> None:
     assert "small-batch SWA: not recorded" in swa
 
 
+def test_captions_say_which_methods_ran_side_by_side() -> None:
+    records = all_records()
+    spans = {"small_batch": [0, 9], "swa_large_then_small": [8, 20], "swa_small_batch": [20, 30]}
+    for method, interval in spans.items():
+        records[Instance(method=method, repeat=0)]["ran"] = interval
+    for table in comparison_of(records).tables:
+        told = [caption for caption in table.captions if caption.startswith("At the same time")]
+        assert told == ["At the same time here: small batch and large-batch followed by small-batch SWA."]
+    del records[Instance(method="small_batch", repeat=0)]["ran"]
+    captions = [caption for table in comparison_of(records).tables for caption in table.captions]
+    assert not any(caption.startswith("At the same time") for caption in captions)
+
+
 def test_json_has_all_figures_and_comes_back_from_its_file_as_it_was() -> None:
     comparison = comparison_of(all_records())
     told = as_json(comparison)
@@ -440,7 +453,7 @@ def test_captions_say_what_the_figures_mean() -> None:
         *shared,
         "Repeats here: small batch: not recorded; large batch: not recorded.",
         "Ran on: small batch: 1 × cpu; large batch: 2 × cpu; phase 1: 2 × cpu; each worker: 2 × cpu; phase 3: 1 × cpu.",
-        "The clocks exclude evaluation and start-up, for all methods alike.",
+        "The clocks exclude evaluation and start-up (not compiling, if that is on), for all methods alike.",
         # (470 / 3) / 310 = 0.5054, 385 / 310 = 1.2419
         "SWAP's time on 4 devices ÷ that of small batch on 1 device: 156.7 s ÷ 310.0 s = 0.51. "
         "In total compute: 385.0 device-s ÷ 310.0 device-s = 1.24.",
@@ -454,7 +467,7 @@ def test_captions_say_what_the_figures_mean() -> None:
         "large-batch followed by small-batch SWA: not recorded; small-batch SWA: not recorded.",
         "Ran on: large batch: 2 × cpu; phase 1: 2 × cpu; small batch: 1 × cpu; large-batch SWA: 2 × cpu; large-batch "
         "followed by small-batch SWA: 1 × cpu; small-batch SWA: 1 × cpu; each worker: 2 × cpu; phase 3: 1 × cpu.",
-        "The clocks exclude evaluation and start-up, for all methods alike.",
+        "The clocks exclude evaluation and start-up (not compiling, if that is on), for all methods alike.",
         # (470 / 3) / 420 = 0.3730, 385 / 420 = 0.9167
         "SWAP's time on 4 devices ÷ that of small-batch SWA on 1 device: 156.7 s ÷ 420.0 s = 0.37. "
         "In total compute: 385.0 device-s ÷ 420.0 device-s = 0.92.",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Clock
 from torch import nn
 
 from swap_pipeline import resuming
@@ -107,6 +107,19 @@ def train_here(
 
 def weights_of(network: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in network.parameters()])
+
+
+def test_the_clock_runs_over_the_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training step takes 1 s here, any other pass 100 s, and keeping a model 1000 s."""
+    clock, network = Clock(), small_network()
+    monkeypatch.setattr("swap_pipeline.training.time", clock)
+    network.register_forward_pre_hook(lambda module, _: clock.advance(1 if module.training else 100))
+
+    record = train_here(network, tmp_path, at_epoch_end=lambda epoch: clock.advance(1000))
+
+    assert [row.seconds for row in record.curve] == [3, 3, 3]
+    assert record.as_json()["seconds"] == 9
+    assert clock.now >= 9 + 3 * 100 + 3 * 1000
 
 
 def test_the_loop_equals_one_written_out_with_plain_torch(tmp_path: Path) -> None:
