@@ -106,33 +106,30 @@ class FiniteGuard:
     overflow on purpose; then only more than `tolerance` such steps on end are an error.
     """
 
-    _NEVER = 2**62
-    _STEPS = 2**32  # more than any epoch has
-
     def __init__(self, run: Run, device: torch.device, *, precision: Precision, tolerance: int) -> None:
         self._run, self._precision = run, precision
         self._tolerance = tolerance
-        self._every = 1 if device.type == "cpu" else 50
-        self._looked = 0
-        self._first = torch.full((), self._NEVER, dtype=torch.int64, device=device)
-        self._on_end = torch.zeros((), dtype=torch.int64, device=device)
+        self._on_end = 0
+        # Of each step since the last look 1.0 if its gradients were not finite; they stay on the device until then.
+        self._flags = torch.zeros(1 if device.type == "cpu" else 50, device=device)
+        self._steps: list[tuple[int, int]] = []
 
     def look(self, epoch: int, step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Remember whether the gradients of a step are finite; returns 1.0 where they are not."""
-        finite = torch.isfinite(nn.utils.get_total_norm(gradients))
-        self._on_end = torch.where(finite, 0, self._on_end + 1)
-        too_many = self._on_end > self._tolerance
-        self._first = torch.where(too_many, self._first.clamp(max=epoch * self._STEPS + step), self._first)
-        self._looked += 1
-        if self._looked % self._every == 0:
+        norm = nn.utils.get_total_norm(gradients)
+        flag = self._flags[len(self._steps)]
+        flag.copy_((norm - norm).ne(0))  # Inf less itself is NaN
+        self._steps.append((epoch, step))
+        if len(self._steps) == len(self._flags):
             self.check()
-        return torch.where(finite, 0.0, 1.0)
+        return flag
 
     def check(self) -> None:
-        first = int(self._first.item())
-        if first != self._NEVER:
-            epoch, step = divmod(first, self._STEPS)
-            raise self._error(f"loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; the step was")
+        steps, self._steps = self._steps, []
+        for (epoch, step), is_bad in zip(steps, self._flags[: len(steps)].tolist(), strict=True):
+            self._on_end = self._on_end + 1 if is_bad else 0
+            if self._on_end > self._tolerance:
+                raise self._error(f"loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; the step was")
 
     def check_loss(self, epoch: int, loss_sum: float) -> None:
         """An epoch's loss is finite even where gradients overflowed, unless the network itself is lost."""

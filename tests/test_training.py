@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from swap_pipeline.precision import Scaler
 from swap_pipeline.progress import Reporter
 from swap_pipeline.runs import Epoch, Record, Run, reason_to_stop
 from swap_pipeline.schedules import by_epoch, warmup_then_decay
-from swap_pipeline.sgd import Sgd
+from swap_pipeline.sgd import FiniteGuard, Sgd
 from swap_pipeline.training import train
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
@@ -413,6 +414,31 @@ def test_a_run_taken_up_at_any_epoch_ends_in_the_same_bytes(tmp_path: Path) -> N
             torch.equal(a, b) for a, b in zip(whole.state_dict().values(), network.state_dict().values(), strict=True)
         )
         assert [r.train_loss for r in resumed.curve] == [r.train_loss for r in reference.curve]
+
+
+@pytest.mark.parametrize(("tolerance", "told"), [(0, 2), (1, 6), (2, 7), (3, None)])
+@pytest.mark.parametrize("at_a_time", [1, 3, 50])
+def test_the_first_step_of_too_many_bad_ones_is_told_however_seldom_it_is_looked(
+    at_a_time: int, tolerance: int, told: int | None
+) -> None:
+    guard = FiniteGuard(a_run(), torch.device("cpu"), precision="fp32", tolerance=tolerance)
+    guard._flags = torch.zeros(at_a_time)  # on a GPU they are read many at a time
+    bad = {2: math.inf, 5: math.nan, 6: -math.inf, 7: 1e30}
+    flags = []
+
+    def all_steps() -> None:
+        for step in range(10):
+            gradients = [torch.ones(3), torch.tensor([[bad.get(step, 1.0)]])]
+            flags.append(guard.look(4, step, gradients).item())
+        guard.check()
+
+    if told is None:
+        all_steps()
+        assert flags == [float(step in bad) for step in range(10)]
+    else:
+        with pytest.raises(SwapError, match=f"not finite at epoch 5, step {told + 1};"):
+            all_steps()
+        assert flags == [float(step in bad) for step in range(len(flags))]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_leaves_the_last_snapshot(tmp_path: Path) -> None:
