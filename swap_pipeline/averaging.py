@@ -17,9 +17,9 @@ from swap_pipeline.errors import SwapError, shown
 
 # Up to this many elements a sum is kept in float64; above it float32 is exact enough and quicker.
 _SMALL = 1 << 20
-# Elements that are summed over all files before the next ones are read: few enough to stay in a core's cache, so that
-# memory is passed over once, by the reading.
-_PIECE = 1 << 17
+# Elements that are summed over all files before the next ones are read: few enough to stay in a core's caches, so that
+# memory is passed over once, by the reading, and so many that Python's share is small.
+_PIECE = 1 << 18
 
 
 def average_files(

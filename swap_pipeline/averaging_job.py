@@ -27,7 +27,7 @@ from swap_pipeline.scratch import JobFolder
 from swap_pipeline.setting import Setting
 from swap_pipeline.training_job import describe_model, open_data, view_of_checkpoint
 
-# Of averaging: each takes 2 MB, and opens all files.
+# Of averaging: each takes up to 4 MB, and opens all files.
 _MOST_THREADS = 8
 
 

@@ -78,7 +78,7 @@ def random_crop(image: Image.Image, size: tuple[int, int], *, min_scale: float, 
     time and to within one of its 255 steps.
     """
     seed_torch(seed, _CPU)
-    box = _random_crop(size, min_scale).make_params([image])
+    box = _box_chooser(size, min_scale).make_params([image])
     left, top = box["left"], box["top"]
     part = _pixels(image.crop((left, top, left + box["width"], top + box["height"])))
     batch = part.permute(2, 0, 1)[None]  # in memory channels come last: the quick way
@@ -86,7 +86,7 @@ def random_crop(image: Image.Image, size: tuple[int, int], *, min_scale: float, 
 
 
 @functools.lru_cache(maxsize=8)
-def _random_crop(size: tuple[int, int], min_scale: float) -> v2.RandomResizedCrop:
+def _box_chooser(size: tuple[int, int], min_scale: float) -> v2.RandomResizedCrop:
     return v2.RandomResizedCrop(size, scale=(min_scale, 1.0))
 
 
