@@ -11,8 +11,10 @@ there are cores. Everything has been read before, so files come from the page ca
 
 Learned: one uint8 batch from each loader process, normalised and flipped as a whole, instead of float images that are
 handled one by one and stacked, gave 1.22 at 256 pixels and 1.11 at 32. What was left was Pillow's resizing, which takes
-as long as its decoding (480 µs and 400 µs, one image of 256 pixels, busy machine), and the time in which torchvision
-finds out what it was given. Torch resizes uint8 images whose channels come last in 90 µs.
+as long as its decoding (480 µs and 400 µs, one image of 256 pixels, busy machine): torch resizes uint8 images whose
+channels come last in 90 µs. Then at 256 pixels it was 1.36, at 32 still 1.11: there, decoding takes 40 µs of 370 for an
+image, and what takes the time is Python. Where a crop lies is now worked out without torch's scalars, and the whole
+takes 225 µs, half of it in Pillow's Python that opens a file.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def decode(path: Path, channels: int) -> Image.Image:
 def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
     """The bytes of a file and the image in them; without `channels`, grey files stay grey and all others are RGB."""
     try:
-        data = path.read_bytes()
+        with path.open("rb", buffering=0) as file:
+            data = file.read()
     except FileNotFoundError:
         raise SwapError(f"{path} not found") from None
     except OSError as error:

@@ -7,7 +7,9 @@ restart changes anything.
 from __future__ import annotations
 
 import functools
+import math
 import os
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
 from swap_pipeline.checkpoint import TensorFile
@@ -32,7 +33,6 @@ from swap_pipeline.data import (
     open_split,
     pixel_scale,
     read_labels,
-    seed_torch,
 )
 from swap_pipeline.environment import num_loaders
 from swap_pipeline.errors import SwapError
@@ -43,7 +43,8 @@ from swap_pipeline.ranks import die_with_parent
 MARGIN = 256 / 224
 # Sides of rectangles are multiples of this, so that images of about the same shape share a batch.
 _GRAIN = 16
-_CPU = torch.device("cpu")
+# A random crop's longer side is at most this multiple of its shorter one.
+_LONGEST = 4 / 3
 _INDEX = {
     "labels": torch.int64,
     "heights": torch.int32,
@@ -74,20 +75,30 @@ def middle(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 def random_crop(image: Image.Image, size: tuple[int, int], *, min_scale: float, seed: int) -> torch.Tensor:
     """A part of at least this share of the image, brought to `size`; height × width × channels.
 
-    Which part is torchvision's to draw. Torch brings it to its size, bilinear and antialiased, in a fifth of Pillow's
-    time and to within one of its 255 steps.
+    As torchvision's RandomResizedCrop does it, but torch brings it to its size, bilinear and antialiased, which takes a
+    fifth of Pillow's time and gives the same to within one of its 255 steps.
     """
-    seed_torch(seed, _CPU)
-    box = _box_chooser(size, min_scale).make_params([image])
-    left, top = box["left"], box["top"]
-    part = _pixels(image.crop((left, top, left + box["width"], top + box["height"])))
+    top, left, height, width = random_box(image.height, image.width, min_scale=min_scale, seed=seed)
+    part = _pixels(image.crop((left, top, left + width, top + height)))
     batch = part.permute(2, 0, 1)[None]  # in memory channels come last: the quick way
     return F.interpolate(batch, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
 
 
-@functools.lru_cache(maxsize=8)
-def _box_chooser(size: tuple[int, int], min_scale: float) -> v2.RandomResizedCrop:
-    return v2.RandomResizedCrop(size, scale=(min_scale, 1.0))
+def random_box(height: int, width: int, *, min_scale: float, seed: int) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a random part: torchvision's law in plain Python, which takes a tenth of the time.
+
+    A share of the area, and a ratio of the sides, whose logarithm is uniform up to that of 4:3; if ten in a row do not
+    fit into the image, as much of its middle as such a ratio leaves.
+    """
+    chance = random.Random(seed).random
+    for _ in range(10):
+        area = height * width * (min_scale + (1 - min_scale) * chance())
+        ratio = _LONGEST ** (2 * chance() - 1)
+        rows, columns = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+        if 0 < rows <= height and 0 < columns <= width:
+            return int((height - rows + 1) * chance()), int((width - columns + 1) * chance()), rows, columns
+    rows, columns = min(height, round(width * _LONGEST)), min(width, round(height * _LONGEST))
+    return (height - rows) // 2, (width - columns) // 2, rows, columns
 
 
 def _pixels(image: Image.Image) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from swap_pipeline.checkpoint import write_tensors
 from swap_pipeline.data import Meta, View, batch_share, draw_epoch
 from swap_pipeline.errors import SwapError
-from swap_pipeline.loader import FileImages, random_crop, rectangle
+from swap_pipeline.loader import FileImages, random_box, random_crop, rectangle
 
 CPU = torch.device("cpu")
 META = Meta(classes=("a", "b", "c"), shape=None, channels=3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5))
@@ -192,18 +192,42 @@ def test_a_random_crop_is_a_part_of_the_image_of_at_least_the_given_share(tmp_pa
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_random_crops_are_those_of_torchvision_to_within_a_step_of_255(channels: int) -> None:
+def test_a_random_crop_is_what_pillow_makes_of_its_box_to_within_a_step_of_255(channels: int) -> None:
     chance = np.random.default_rng(0)
     for height, width in ((40, 30), (7, 90), (300, 211)):
         noise = chance.integers(0, 256, (height, width, channels), dtype=np.uint8)
         image = Image.fromarray(noise if channels == 3 else noise[..., 0])
-        crop = v2.RandomResizedCrop((32, 32), scale=(0.25, 1.0), antialias=True)
         for seed in range(20):
-            torch.manual_seed(seed)
-            expected = v2.functional.pil_to_tensor(crop(image)).permute(1, 2, 0)
-            found = random_crop(image, (32, 32), min_scale=0.25, seed=seed)
+            top, left, rows, columns = random_box(height, width, min_scale=0.25, seed=seed)
+            part = image.crop((left, top, left + columns, top + rows))
+            expected = np.asarray(part.resize((32, 24), Image.Resampling.BILINEAR)).reshape(24, 32, channels)
+            found = random_crop(image, (24, 32), min_scale=0.25, seed=seed).numpy()
             assert found.shape == expected.shape
-            assert (found.int() - expected.int()).abs().max() <= 1
+            assert np.abs(found.astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize(("height", "width", "min_scale"), [(200, 300, 0.25), (256, 256, 0.08), (31, 97, 0.9)])
+def test_the_boxes_of_random_crops_are_distributed_as_torchvision_s(height: int, width: int, min_scale: float) -> None:
+    number = 3000
+    ours = np.array([random_box(height, width, min_scale=min_scale, seed=seed) for seed in range(number)], float)
+    torch.manual_seed(0)
+    crop, image = v2.RandomResizedCrop((8, 8), scale=(min_scale, 1.0)), torch.empty(3, height, width)
+    drawn = (crop.make_params([image]) for _ in range(number))
+    theirs = np.array([[box[key] for key in ("top", "left", "height", "width")] for box in drawn], float)
+    for sample in (ours, theirs):
+        sample[:, :2] += sample[:, 2:] / 2  # where the middle is, which says more than where it begins
+    areas = [(sample[:, 2] * sample[:, 3])[:, None] for sample in (ours, theirs)]
+    for one, other in zip(np.hstack([ours, areas[0]]).T, np.hstack([theirs, areas[1]]).T, strict=True):
+        both = np.sort(np.concatenate([one, other]))
+        shares = [np.searchsorted(np.sort(sample), both, side="right") / number for sample in (one, other)]
+        # Kolmogorov and Smirnov's: at equal laws, one pair of such samples in a million is farther apart.
+        assert np.abs(shares[0] - shares[1]).max() < 2.69 * (2 / number) ** 0.5
+
+
+def test_the_box_of_an_image_that_no_ratio_fits_is_its_middle() -> None:
+    assert random_box(10, 100, min_scale=1.0, seed=0) == (0, 43, 10, 13)
+    assert random_box(100, 10, min_scale=1.0, seed=0) == (43, 0, 13, 10)
+    assert random_box(1, 1, min_scale=0.5, seed=0) == (0, 0, 1, 1)
 
 
 def test_an_image_that_changed_or_went_missing_after_preparing_is_named(folder: Path) -> None:
