@@ -11,9 +11,9 @@ that is best for them.
 Learned: with the fused SGD and without a number read back in the loop but for the watch over NaN, what is left is a
 few percent. Its largest part was one indexed read of every pixel of a batch, with arithmetic in runs of three channels:
 3.7 ms for 128 images on one thread. Whole rows instead take half of that. torch.manual_seed at every step took 0.1 ms,
-the generator's own 2 µs. The watch over NaN took 0.12 to 0.19 ms at widths 8 and 16, and takes 0.09 to
-0.13 ms since it counts steps on the host. A snapshot, once an epoch, takes 2 ms at width 16 (3 MB) and 96 ms at width 64
-(53 MB), where an epoch takes seconds and minutes: it is written where it is due.
+the generator's own 2 µs. The watch over NaN took 0.12 to 0.19 ms at widths 8 and 16, and takes 0.09 to 0.13 ms since it
+counts steps on the host. A snapshot, once an epoch, takes 2 ms at width 16 (3 MB) and 96 ms at width 64 (53 MB), where
+an epoch takes seconds and minutes: it is written where it is due.
 """
 
 from __future__ import annotations
