@@ -91,6 +91,32 @@ def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
     assert clock.now == 1000 + 2 + 3 + 100
 
 
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 1), (2, 2), (12, 8)])
+def test_ranks_that_wait_lend_their_cores_to_averaging(
+    finished_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
+) -> None:
+    from swap_pipeline import averaging_job
+    from swap_pipeline.distributed import process_group
+
+    seen, average_files = [], averaging_job.average_files
+
+    def seen_average(*given: Any, threads: int, **more: Any) -> None:
+        seen.append(threads)
+        average_files(*given, threads=threads, **more)
+
+    monkeypatch.chdir(finished_project.root)
+    monkeypatch.setattr(averaging_job, "average_files", seen_average)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": ranks, "SWAP_DEVICE": "cpu"}.items():
+        monkeypatch.setenv(name, str(value))
+    params = read_params()
+
+    with process_group() as group:
+        averager = Averager.open(setting_of(params), params.phase3, group)
+        averager.average([Path("checkpoints/phase2/seed_0/model.safetensors")], tmp_path / "mean.safetensors")
+
+    assert seen == [threads]
+
+
 def test_workers_keep_the_models_that_params_list(finished_project: Project) -> None:
     def models(folder: str) -> list[str]:
         return sorted(path.name for path in (finished_project.root / folder).iterdir())

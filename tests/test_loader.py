@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -208,16 +209,19 @@ def test_a_random_crop_is_what_pillow_makes_of_its_box_to_within_a_step_of_255(c
 
 @pytest.mark.parametrize(("height", "width", "min_scale"), [(200, 300, 0.25), (256, 256, 0.08), (31, 97, 0.9)])
 def test_the_boxes_of_random_crops_are_distributed_as_torchvision_s(height: int, width: int, min_scale: float) -> None:
-    number = 3000
+    number = 8000
     ours = np.array([random_box(height, width, min_scale=min_scale, seed=seed) for seed in range(number)], float)
     torch.manual_seed(0)
     crop, image = v2.RandomResizedCrop((8, 8), scale=(min_scale, 1.0)), torch.empty(3, height, width)
     drawn = (crop.make_params([image]) for _ in range(number))
     theirs = np.array([[box[key] for key in ("top", "left", "height", "width")] for box in drawn], float)
-    for sample in (ours, theirs):
-        sample[:, :2] += sample[:, 2:] / 2  # where the middle is, which says more than where it begins
-    areas = [(sample[:, 2] * sample[:, 3])[:, None] for sample in (ours, theirs)]
-    for one, other in zip(np.hstack([ours, areas[0]]).T, np.hstack([theirs, areas[1]]).T, strict=True):
+
+    def looked_at(sample: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+        """Where the middle is, which says more than where it begins, the sides, the area and their ratio."""
+        top, left, rows, columns = sample.T
+        return [top + rows / 2, left + columns / 2, rows, columns, rows * columns, rows / columns]
+
+    for one, other in zip(looked_at(ours), looked_at(theirs), strict=True):
         both = np.sort(np.concatenate([one, other]))
         shares = [np.searchsorted(np.sort(sample), both, side="right") / number for sample in (one, other)]
         # Kolmogorov and Smirnov's: at equal laws, one pair of such samples in a million is farther apart.
