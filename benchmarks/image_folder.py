@@ -131,14 +131,7 @@ def in_turns(*, root: str, prepared: str, view: int | None, batch_size: int, mos
 
     augment = Augment(padding=4 if view is None else 0, flip=True, cutout=0)
     in_memory = 2.0 if view is None else 0.0
-    data = Data(
-        name="imagefolder",
-        root=root,
-        train_images="all",
-        max_gb_in_memory=in_memory,
-        test_crop="square",
-        augment=augment,
-    )
+    data = Data(name="imagefolder", root=root, max_gb_in_memory=in_memory)
     began = time.perf_counter()
     say(prepare(data, Path(prepared)).splitlines()[0])
     seconds = time.perf_counter() - began

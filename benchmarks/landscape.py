@@ -65,15 +65,11 @@ def in_turns(*, width: int, num_images: int, points: int, rounds: int) -> dict[s
     network = networks[0]
     set_up(network, COMPUTE, ALONE)
     setting = Setting(
-        root="data/raw",
-        test_crop="square",
-        augment=AUGMENT,
-        model=Model(name="resnet9", width=width, pretrained=False, zero_init_last_gamma=False),
-        compute=COMPUTE,
+        seed=0, root="data/raw", augment=AUGMENT, model=Model(name="resnet9", width=width), compute=COMPUTE
     )
     prober = Prober(
         network,
-        statistics=Phase3(batch_size=500, augment=False, variance="pooled", seed=0),
+        statistics=Phase3(),
         setting=setting,
         view=None,
         train_images=num_images,

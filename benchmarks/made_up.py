@@ -23,10 +23,8 @@ CIFAR_SHAPE = (3, 32, 32)
 NUM_CLASSES = 10
 # As in the paper's CIFAR-10 recipe.
 AUGMENT = Augment(padding=4, flip=True, cutout=8)
-OPTIMIZER = Optimizer(
-    momentum=0.9, nesterov=True, weight_decay=5e-4, decay_norms=True, decay_biases=True, label_smoothing=0.0
-)
-COMPUTE = Compute(precision="fp32", channels_last=True, compile=False, deterministic=True)
+OPTIMIZER = Optimizer()
+COMPUTE = Compute(precision="fp32")
 
 
 def resnet9(width: int, *, channels: int = 3, seed: int = 0) -> torch.nn.Module:
@@ -34,7 +32,7 @@ def resnet9(width: int, *, channels: int = 3, seed: int = 0) -> torch.nn.Module:
 
 
 def description(width: int, *, channels: int = 3) -> dict[str, Any]:
-    model = Model(name="resnet9", width=width, pretrained=False, zero_init_last_gamma=False)
+    model = Model(name="resnet9", width=width)
     return describe_network(model, channels=channels, num_classes=NUM_CLASSES)
 
 

@@ -1,11 +1,10 @@
-"""Phase 1 on a CPU: two ranks that share the cores against one process with all of them, at the same global batch.
+"""Phase 1 on a CPU: two ranks that share the cores against one process with all of them, for the same two shards.
 
 The real stage, `python -m stages.phase1`, in a copy of this project, with SWAP_NPROC=2 and SWAP_NPROC=1; images a
-second of the last epoch, as its record says. For the default recipe and for a network and images four and five times
-as large.
+second of the last epoch, as its record says. One process computes the shards one after the other. For the default
+recipe and for a network and images four and five times as large.
 
-It fixes the default: two ranks on a CPU (`launch.num_ranks`). It is never timed at run time, since the number of
-ranks changes the result.
+It justifies the default: as many ranks as cores and shards allow (`devices.share_of_phase1`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def measure(options: Options) -> Iterator[Row]:
             continue
         params: dict[str, Any] = {"model.width": width, "phase1.max_epochs": 2, "phase1.stop_accuracy": 100.0}
         params |= {"phase1.batch_size": batch_size, "phase1.keep_epochs": [1], "phase1.peak_lr": 0.01}
-        params |= {"phase1.warmup_epochs": 0}
+        params |= {"phase1.warmup_epochs": 0, "phase1.shards": 2}
         project = Project.copy(options.scratch / f"phase1_{name}", params)
         num_images = options.sized(num_images, 2 * batch_size)
         write_prepared(project.root / "data" / "prepared", num_train=num_images, num_test=64, shape=shape)

@@ -20,9 +20,10 @@ from benchmarks.harness import interleaved
 from benchmarks.made_up import Project, write_prepared
 from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared, left_out
+from swap_pipeline.devices import share_of_worker, this_machine
 from swap_pipeline.files import read_json
-from swap_pipeline.instances import Instance
-from swap_pipeline.launch import run_jobs, worker_job
+from swap_pipeline.instances import worker
+from swap_pipeline.launch import job_with, run_jobs
 
 _LIMIT = Limit("≤", 1.05)
 SHAPE = (3, 32, 32)
@@ -79,13 +80,8 @@ def fan_out(project: Project, workers: int) -> dict[str, Any]:
 
 def run_workers(*, workers: int) -> dict[str, Any]:
     """In a child, in the project's folder: what `stages.phase2` does, without asking DVC which seeds are pending."""
-    from swap_pipeline.params import read_params
-
-    phase = read_params().phase2
-    jobs = [
-        worker_job(Instance(method="phase2", seed=seed), processes=1, batch_size=phase.batch_size)
-        for seed in range(workers)
-    ]
+    share = share_of_worker(this_machine(), shards=1)
+    jobs = [job_with(worker(seed), share) for seed in range(workers)]
     began = time.perf_counter()
     if failures := run_jobs(jobs):
         raise RuntimeError("\n".join(failures.values()))

@@ -19,7 +19,7 @@ def main() -> None:
     from swap_pipeline.files import read_json, write_text
     from swap_pipeline.instances import ANALYSES, Instance
 
-    paths = {method: Instance(method=method).record for method in ANALYSES}
+    paths = {stage: Instance(stage=stage).record for stage in ANALYSES}
     records = {method: read_json(path) if path.exists() else None for method, path in paths.items()}
     drawings = draw_analysis(records)
     pictures = figures.save(drawings, Path("analysis/figures"))

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import click
 
-from swap_pipeline.instances import Instance
-from swap_pipeline.launch import run_on_all_devices
-from swap_pipeline.params import Analysis, Params, read_params
-from swap_pipeline.ranks import chosen_section, run_stage
+from swap_pipeline.analysis_params import Analysis, read_analysis
+from swap_pipeline.instances import PHASE1, Instance
+from swap_pipeline.launch import run_alone
+from swap_pipeline.params import Params, read_params
+from swap_pipeline.ranks import run_stage
 from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)
 def main() -> None:
-    params = read_params()
-    given: Analysis = chosen_section(params, "analysis")
-    instance = Instance(method="cosine")
-    run_on_all_devices(instance, be_a_rank=lambda folder: compute_cosines(params, given, instance, folder))
+    params, given = read_params(), read_analysis()
+    instance = Instance(stage="cosine")
+    run_alone(
+        instance, shards=params.phase1.shards, be_a_rank=lambda folder: compute_cosines(params, given, instance, folder)
+    )
 
 
 def compute_cosines(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
@@ -32,7 +34,7 @@ def compute_cosines(params: Params, given: Analysis, instance: Instance, folder:
     from swap_pipeline.files import read_json
     from swap_pipeline.setting import setting_of
 
-    epochs = read_json(Instance(method="phase1").record)["epochs"]
+    epochs = read_json(PHASE1.record)["epochs"]
     course = [snapshots_of_phase1(wanted=params.phase1.keep_epochs, epochs=epochs)]
     course += [
         snapshots_of_worker(
@@ -48,7 +50,7 @@ def compute_cosines(params: Params, given: Analysis, instance: Instance, folder:
     with process_group() as group:
         run_cosine_job(
             [snapshot for snapshots in course for snapshot in snapshots] if kept_on_the_way else [],
-            swap=Instance(method="phase3").model,
+            swap=Instance(stage="phase3").model,
             gradient_images=given.gradient_images,
             label_smoothing=params.optimizer.label_smoothing,
             name=instance.name,

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import click
 
-from swap_pipeline.instances import Instance
-from swap_pipeline.launch import run_on_all_devices
-from swap_pipeline.params import Analysis, Params, read_params
-from swap_pipeline.ranks import chosen_section, run_stage
+from swap_pipeline.analysis_params import Analysis, read_analysis
+from swap_pipeline.instances import PHASE1, Instance, worker
+from swap_pipeline.launch import run_alone
+from swap_pipeline.params import Params, read_params
+from swap_pipeline.ranks import run_stage
 from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)
 def main() -> None:
-    params = read_params()
-    given: Analysis = chosen_section(params, "analysis")
-    instance = Instance(method="landscape")
-    run_on_all_devices(instance, be_a_rank=lambda folder: compute_landscapes(params, given, instance, folder))
+    params, given = read_params(), read_analysis()
+    instance = Instance(stage="landscape")
+    run_alone(
+        instance,
+        shards=params.phase1.shards,
+        be_a_rank=lambda folder: compute_landscapes(params, given, instance, folder),
+    )
 
 
 def compute_landscapes(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
@@ -33,9 +37,9 @@ def compute_landscapes(params: Params, given: Analysis, instance: Instance, fold
 
     with process_group() as group:
         run_landscape_job(
-            lb=Instance(method="phase1").model,
-            workers={seed: Instance(method="phase2", seed=seed).model for seed in params.workers.seeds},
-            swap=Instance(method="phase3").model,
+            lb=PHASE1.model,
+            workers={seed: worker(seed).model for seed in params.workers.seeds},
+            swap=Instance(stage="phase3").model,
             grid=given.grid,
             margin=given.margin,
             train_images=given.train_images,

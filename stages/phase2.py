@@ -2,50 +2,60 @@
 
 Phase 2 of SWAP: a worker refines phase 1's model with small batches, in a data order of its own.
 
-`python -m stages.phase2 --seed 3`, as DVC calls it, starts the line above, and beside it every other seed of
-`workers.seeds` that DVC would have to train, in parallel over the devices; their turn then finds the work done.
+`python -m stages.phase2 --seed 3` starts the line above, and beside it every other seed of `workers.seeds` that DVC
+would have to train, in parallel over the devices; their turn then finds the work done. DVC itself leaves `--seed` out:
+it says which worker's turn it is by the name of the stage, `phase2@3`, in its variable DVC_STAGE.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
 
 import click
 
-from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import Instance
-from swap_pipeline.launch import run_fan_out, worker_job
+from swap_pipeline.devices import share_of_worker, this_machine
+from swap_pipeline.errors import SwapError, shown
+from swap_pipeline.instances import PHASE1, Instance, worker
+from swap_pipeline.launch import job_with, run_fan_out
 from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import chosen_repeat, collects, is_rank, job_of_rank, run_stage
+from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
 from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)
-@click.option("--seed", "text", required=True, help="which worker, one of workers.seeds")
-@click.option("--repeat", default="0", help="for the comparisons: one of repeats; 0 is the plain pipeline")
-def main(text: str, repeat: str) -> None:
+@click.option("--seed", "text", help="which worker, one of workers.seeds; by default the one whose turn it is in DVC")
+def main(text: str | None) -> None:
     params = read_params()
-    seed = chosen_seed(text, params.workers.seeds)
-    instance = Instance(method="phase2", repeat=chosen_repeat(repeat, params.repeats), seed=seed)
+    instance = worker(chosen_seed(seed_in_dvc() if text is None else text, params.workers.seeds))
     if is_rank():
         folder = job_of_rank(instance)
         train_worker(params, instance, folder)
     else:
+        share = share_of_worker(this_machine(), shards=params.phase2.shards)
         folder = run_fan_out(
             instance,
-            others=[replace(instance, seed=other) for other in params.workers.seeds if other != seed],
-            job=lambda instance: worker_job(
-                instance, processes=params.phase2.gpus_per_worker, batch_size=params.phase2.batch_size
-            ),
+            others=[worker(seed) for seed in params.workers.seeds if seed != instance.seed],
+            job=lambda instance: job_with(instance, share),
         )
     if collects():
         folder.collect(instance)
 
 
+def seed_in_dvc() -> str:
+    """The 3 of `phase2@3`, or of `../dvc.yaml:phase2@3` where DVC was called from another folder.
+
+    It does not stand in the command, since a shell would run what a params file has there.
+    """
+    stage, _, seed = os.environ.get("DVC_STAGE", "").rpartition(":")[2].partition("@")
+    if stage != "phase2":
+        raise SwapError("--seed is missing: say which worker of workers.seeds is to be trained")
+    return seed
+
+
 def chosen_seed(text: str, listed: tuple[int, ...]) -> int:
     """One of `workers.seeds`; only those take part in the average, and only those are kept."""
     if text not in map(str, listed):
-        raise SwapError(f"--seed {text} is not in workers.seeds {list(listed)}: add it there first")
+        raise SwapError(f"--seed {shown(text)} is not in workers.seeds {list(listed)}: add it there first")
     return int(text)
 
 
@@ -58,26 +68,26 @@ def train_worker(params: Params, instance: Instance, folder: JobFolder) -> None:
     from swap_pipeline.training_job import make_run, run_training_job
 
     phase = params.phase2
-    assert instance.start is not None and instance.seed is not None
+    assert instance.seed is not None
     with process_group() as group:
         run_training_job(
             make_run(
                 phase,
                 name=instance.name,
                 section="phase2",
-                seed=derive_seed("phase2", instance.seed, *instance.chance),
+                seed=derive_seed("phase2", params.seed, instance.seed),
                 epochs=phase.epochs,
                 cycles=phase.cycles,
-                first_epoch=phase.first_epoch or 0,
+                first_epoch=phase.first_epoch,
             ),
-            start=instance.start.model,
-            header={"phase": "phase2", "seed": instance.seed, **instance.header},
+            start=PHASE1.model,
+            header={"phase": "phase2", "seed": instance.seed},
             setting=setting_of(params),
             optimizer=params.optimizer,
             group=group,
             folder=folder,
             keep={
-                **({} if instance.repeat else models_to_keep(phase.keep_epochs, epochs=phase.epochs)),
+                **models_to_keep(phase.keep_epochs, epochs=phase.epochs),
                 **models_of_cycles(epochs=phase.epochs, cycles=phase.cycles),
             },
         )

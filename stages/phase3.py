@@ -1,8 +1,10 @@
 """torchrun --standalone --nproc-per-node 2 -m stages.phase3
 
-Phase 3 of SWAP: the mean of the workers' weights, with batch-norm statistics of its own.
+Phase 3 of SWAP: the mean of the workers' weights, with batch-norm statistics of its own. What that mean would have
+been, had phase 2 ended earlier, is tested too, after each of `phase2.keep_epochs`.
 
-`python -m stages.phase3`, as DVC calls it, checks the params and starts the line above on all devices.
+`python -m stages.phase3`, as DVC calls it, checks the params and starts the line above on as many devices as phase 1
+had.
 """
 
 from __future__ import annotations
@@ -11,48 +13,59 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.instances import Instance
-from swap_pipeline.launch import run_on_all_devices
+from swap_pipeline.instances import Instance, worker
+from swap_pipeline.launch import run_alone
 from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import chosen_repeat, is_rank, run_stage
+from swap_pipeline.ranks import is_rank, run_stage
 from swap_pipeline.scratch import JobFolder, remove_unlisted
+
+PHASE3 = Instance(stage="phase3")
 
 
 @click.command(help=__doc__)
-@click.option("--repeat", default="0", help="for the comparisons: one of repeats; 0 is the plain pipeline")
-def main(repeat: str) -> None:
+def main() -> None:
     params = read_params()
-    instance = Instance(method="phase3", repeat=chosen_repeat(repeat, params.repeats))
     if not is_rank():
         # DVC hashes the whole folder of workers: one that is no longer listed must not be in it.
-        worker = Instance(method="phase2", repeat=instance.repeat, seed=params.workers.seeds[0])
-        for path in remove_unlisted(worker.checkpoints.parent, worker.record.parent, seeds=params.workers.seeds):
+        first = worker(params.workers.seeds[0])
+        for path in remove_unlisted(first.checkpoints.parent, first.record.parent, seeds=params.workers.seeds):
             click.echo(f"removed {path}: its seed is not in workers.seeds")
-    run_on_all_devices(instance, be_a_rank=lambda folder: average_workers(params, instance, folder))
+    run_alone(PHASE3, shards=params.phase1.shards, be_a_rank=lambda folder: average_workers(params, folder))
 
 
-def model_files(repeat: int, seeds: tuple[int, ...], cycles: int) -> dict[Path, Instance]:
-    """All models to average: of each worker one for every cycle, the last of which is its final model."""
-    names = [*(f"cycle_{k}.safetensors" for k in range(1, cycles)), "model.safetensors"]
-    workers = [Instance(method="phase2", repeat=repeat, seed=seed) for seed in sorted(seeds)]
-    return {worker.checkpoints / name: worker for worker in workers for name in names}
+def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int) -> dict[Path, Instance]:
+    """What is averaged if phase 2 ends after `epoch`: of each worker its model, and those of its past cycles."""
+    cycle = epochs // cycles
+    ended = [f"cycle_{k}.safetensors" for k in range(1, (epoch - 1) // cycle + 1)] if cycle else []
+    if epoch == epochs:
+        last = "model.safetensors"
+    elif epoch % cycle == 0:
+        last = f"cycle_{epoch // cycle}.safetensors"
+    else:
+        last = f"epoch_{epoch}.safetensors"
+    return {worker(seed).checkpoints / name: worker(seed) for seed in sorted(seeds) for name in (*ended, last)}
 
 
-def average_workers(params: Params, instance: Instance, folder: JobFolder) -> None:
-    """Algorithm 1, phase 3, as one of its ranks."""
+def average_workers(params: Params, folder: JobFolder) -> None:
+    """Algorithm 1, phase 3, as one of its ranks; and the average had phase 2 ended earlier, at `phase2.keep_epochs`."""
     from swap_pipeline.averaging import check_origin
     from swap_pipeline.averaging_job import run_averaging_job
     from swap_pipeline.distributed import process_group
+    from swap_pipeline.schedules import models_to_keep
     from swap_pipeline.setting import setting_of
 
-    models = model_files(instance.repeat, params.workers.seeds, params.phase2.cycles)
+    phase2, seeds = params.phase2, params.workers.seeds
+    models = {
+        epoch: models_after(epoch, seeds=seeds, epochs=phase2.epochs, cycles=phase2.cycles)
+        for epoch in (*models_to_keep(phase2.keep_epochs, epochs=phase2.epochs), phase2.epochs)
+    }
     with process_group() as group:
-        for path, worker in models.items():
-            check_origin(path, worker.origin)
+        for path, instance in {path: of for files in models.values() for path, of in files.items()}.items():
+            check_origin(path, instance.origin)
         run_averaging_job(
-            list(models),
-            name=instance.name,
-            header={"phase": "phase3", "seeds": sorted(params.workers.seeds), **instance.header},
+            {f"epoch_{epoch}": list(files) for epoch, files in models.items()},
+            name=PHASE3.name,
+            header={"phase": "phase3", "seed": params.seed, "seeds": sorted(seeds)},
             setting=setting_of(params),
             statistics=params.phase3,
             group=group,

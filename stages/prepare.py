@@ -9,11 +9,13 @@ from pathlib import Path
 
 import click
 
+from swap_pipeline.inputs import inputs_stay
 from swap_pipeline.params import read_params
 from swap_pipeline.ranks import run_stage
 
 
 @click.command(help=__doc__)
+@inputs_stay("prepare")
 def main() -> None:
     params = read_params()
     from swap_pipeline.datasets import prepare

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import click
 
+from swap_pipeline.inputs import inputs_stay
 from swap_pipeline.params import read_params
 from swap_pipeline.ranks import run_stage
 
 
 @click.command(help=__doc__)
+@inputs_stay("report")
 def main() -> None:
     params = read_params()
     from swap_pipeline import figures, provenance
@@ -22,40 +24,41 @@ def main() -> None:
     from swap_pipeline.figures_training import draw_training
     from swap_pipeline.files import read_json, write_json, write_text
     from swap_pipeline.report import curves_csv, result_rows, result_table, summarise
-    from swap_pipeline.report_page import gain, report_page
+    from swap_pipeline.report_page import report_page
 
     phase1, phase3 = read_json(Path("metrics/phase1.json")), read_json(Path("metrics/phase3.json"))
     workers = {seed: read_json(Path(f"metrics/phase2/seed_{seed}.json")) for seed in params.workers.seeds}
-    averaged = read_json(Path("metrics/averaged.json"))
-    summary, rows = summarise(phase1, workers, phase3), result_rows(phase1, workers, phase3)
+    cycles = params.phase2.cycles
+    summary = summarise(phase1, workers, phase3, cycles=cycles)
+    rows = result_rows(phase1, workers, phase3, cycles=cycles)
     write_json(Path("metrics/swap.json"), summary)
     write_text(Path("plots/curves.csv"), curves_csv(phase1, workers))
 
     drawings = [
-        draw_training(phase1, workers, averaged["points"], rates=courses_as_run(params, phase1["epochs"])),
+        draw_training(phase1, workers, phase3["points"], rates=courses_as_run(params, phase1["epochs"])),
         draw_schedules(planned_courses(params)),
     ]
     pictures = figures.save(drawings, Path("report/figures"))
     tree, environment = provenance.read_tree(Path("params.yaml")), provenance.environment()
-    origin, data = provenance.origin_of(tree), read_json(Path("data/prepared/meta.json"))
+    origin = provenance.origin_of(tree)
     page = report_page(
         phase1,
         workers,
         phase3,
-        averaged,
+        cycles=cycles,
         rows=rows,
         drawings={drawing.name: drawing for drawing in drawings},
         pictures=pictures,
         params=tree,
         origin=origin,
         environment=environment,
-        data=data,
+        data=phase3["data"],
     )
     write_text(Path("report/index.html"), page)
     numbers = {
-        "summary": {**summary, "gain_over_workers_mean": gain(workers, phase3)},
+        "summary": summary,
         "table": [asdict(row) for row in rows],
-        "records": {"phase1": phase1, "phase2": workers, "phase3": phase3, "averaged": averaged},
+        "records": {"phase1": phase1, "phase2": workers, "phase3": phase3},
         "params": tree,
         "origin": asdict(origin),
         "environment": environment,

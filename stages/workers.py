@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import click
 
-from swap_pipeline.instances import Instance
-from swap_pipeline.launch import run_on_all_devices
-from swap_pipeline.params import Analysis, Params, read_params
-from swap_pipeline.ranks import chosen_section, run_stage
+from swap_pipeline.analysis_params import Analysis, read_analysis
+from swap_pipeline.instances import PHASE1, Instance, worker
+from swap_pipeline.launch import run_alone
+from swap_pipeline.params import Params, read_params
+from swap_pipeline.ranks import run_stage
 from swap_pipeline.scratch import JobFolder
 
 
 @click.command(help=__doc__)
 def main() -> None:
-    params = read_params()
-    given: Analysis = chosen_section(params, "analysis")
-    instance = Instance(method="workers")
-    run_on_all_devices(instance, be_a_rank=lambda folder: average_some(params, given, instance, folder))
+    params, given = read_params(), read_analysis()
+    instance = Instance(stage="workers")
+    run_alone(
+        instance, shards=params.phase1.shards, be_a_rank=lambda folder: average_some(params, given, instance, folder)
+    )
 
 
 def average_some(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
@@ -34,11 +36,11 @@ def average_some(params: Params, given: Analysis, instance: Instance, folder: Jo
 
     cycles = models_of_cycles(epochs=params.phase2.epochs, cycles=params.phase2.cycles)
     names = [*cycles.values(), "model.safetensors"]
-    folders = {seed: Instance(method="phase2", seed=seed).checkpoints for seed in params.workers.seeds}
+    folders = {seed: worker(seed).checkpoints for seed in params.workers.seeds}
     with process_group() as group:
         run_subsets_job(
             {seed: [models / name for name in names] for seed, models in folders.items()},
-            start=Instance(method="phase1").model,
+            start=PHASE1.model,
             at_most=given.subsets,
             name=instance.name,
             setting=setting_of(params),

@@ -44,7 +44,7 @@ def analysis_page(
 
 _COMMANDS = {
     "dvc repro": "the run itself: `report/index.html`",
-    "dvc repro comparisons/dvc.yaml": "SWAP beside plain training and SWA: `comparisons/index.html`",
+    "swap compare": "SWAP beside plain training and SWA: `tables/index.html`",
     "dvc exp run -S 'workers.seeds=[0,1,2,3,4,5,6,7]'": "the same run with more workers; those that there are stay",
 }
 _CAPTIONS = {
@@ -96,7 +96,7 @@ def _directions(record: Record | None, drawings: Mapping[str, Drawing], pictures
         return [
             paragraph(
                 "No models on the way were kept: set `phase1.keep_epochs` and `phase2.keep_epochs` in `params.yaml`, "
-                "to `all` or a list of epochs, and run `dvc repro analysis/dvc.yaml` again."
+                "to `all` or a list of epochs, and run `dvc repro` and `dvc --cd analysis repro` again."
             )
         ]
     ends = {point["run"]: point for point in sorted(record["points"], key=lambda point: float(point["epoch"]))}
@@ -179,7 +179,7 @@ def _would_more_help(subsets: Sequence[Record]) -> str:
 
 
 def _not_run(stage: str) -> Html:
-    return paragraph(f"Not computed yet: `dvc repro analysis/dvc.yaml:{stage}`.")
+    return paragraph(f"Not computed yet: `dvc --cd analysis repro {stage}`.")
 
 
 def _number(count: Any) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swap_pipeline.environment import project_folder
 from swap_pipeline.errors import SwapError
 from swap_pipeline.scratch import scratch_root
 
@@ -42,7 +43,7 @@ def find_or_download(
 def find(url: str, root: str, *, also_in: Path | None = None) -> Path | None:
     """Where a published file lies, if it is here; it is not looked into."""
     # An experiment in a temporary folder has a data.root without what git ignores; its project's has it.
-    folders = [Path(root), Path(os.environ.get("DVC_ROOT", ".")) / root, scratch_root() / "downloads"]
+    folders = [Path(root), project_folder() / root, scratch_root() / "downloads"]
     paths = [folder / url.rpartition("/")[2] for folder in (folders if also_in is None else [*folders, also_in])]
     return next((path for path in paths if path.is_file()), None)
 

@@ -12,11 +12,10 @@ from torch import nn
 
 from swap_pipeline.averaging import average_files, check_origin
 from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
-from swap_pipeline.checkpoint import load_weights, write_result
+from swap_pipeline.checkpoint import TensorFile, load_weights, read_point, write_point, write_result
 from swap_pipeline.data import Meta, Split, View
 from swap_pipeline.distributed import Group
 from swap_pipeline.evaluation import Score, evaluate
-from swap_pipeline.files import read_json, write_json
 from swap_pipeline.memory import must_fit
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Phase3
@@ -59,19 +58,28 @@ class Averager:
             network=new_network(description, seed=0),
         )
 
-    def average(self, models: Sequence[Path], mean: Path, reporter: Reporter | None = None) -> float:
-        """Give `network` the mean of `models`, by way of the file `mean`, and statistics; returns the seconds."""
+    def average(self, models: Sequence[Path], mean: Path, reporter: Reporter | None = None, *, done: int = 0) -> float:
+        """Give `network` the mean of `models`, by way of the file `mean`, and statistics; returns the seconds.
+
+        A single model stays as it is, statistics too, unless it is a mean of weights itself (`ema_decay`).
+        """
         for path in models:
             check_origin(path, {"model": self.description, "classes": list(self.meta.classes)})
         self.group.wait()
         began = time.perf_counter()
+        if len(models) == 1 and "ema_decay" not in TensorFile(models[0]).info:
+            load_weights(self.network, models[0])
+            set_up(self.network, self.setting.compute, self.group)
+            if reporter is not None:
+                reporter.done(done + 2, "one model, which stays as it is")
+            return time.perf_counter() - began
         if self.group.is_main:
             # For the ranks to read, then it goes. They wait meanwhile, so their cores can help.
             threads = min(self.group.ranks_here, _MOST_THREADS)
             average_files(models, mean, {}, threads=threads, durable=False)
         self.group.wait()
         if reporter is not None:
-            reporter.done(1, f"averaged {len(models)} models")
+            reporter.done(done + 1, f"averaged {len(models)} models")
         load_weights(self.network, mean)
         set_up(self.network, self.setting.compute, self.group)
         layers = self.recompute_statistics(view_of_checkpoint(models[-1]))
@@ -82,7 +90,7 @@ class Averager:
             mean.unlink()
         if reporter is not None:
             what = f"statistics of {layers} batch-norm layers"
-            reporter.done(2, what if layers else "no batch norm, so no statistics to compute")
+            reporter.done(done + 2, what if layers else "no batch norm, so no statistics to compute")
         return seconds
 
     def recompute_statistics(self, view: View | None) -> int:
@@ -90,7 +98,7 @@ class Averager:
         batches = batches_of_rank(
             self.train_images,
             batch_size=self.statistics.batch_size,
-            seed=self.statistics.seed,
+            seed=self.setting.seed_of_statistics,
             augment=self.setting.augment if self.statistics.augment else None,
             view=view,
             group=self.group,
@@ -105,7 +113,7 @@ class Averager:
 
 
 def run_averaging_job(
-    models: Sequence[Path],
+    course: Mapping[str, Sequence[Path]],
     *,
     name: str,
     header: Mapping[str, Any],
@@ -113,60 +121,43 @@ def run_averaging_job(
     statistics: Phase3,
     group: Group,
     folder: JobFolder,
-    before: Mapping[str, Any] | None = None,
 ) -> None:
-    """Be one rank of a job that averages `models`.
+    """Be one rank of a job that averages several sets of models, by label: the last one's mean is the result.
 
-    `before` is what is known of their training, for the record; its seconds are added to those of averaging.
+    The record has what each of them reaches, as `points`.
     """
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
             return
         started = time.time()
-        reporter = Reporter(name=name, total=3, folder=folder.path, is_main=group.is_main)
+        *before, (label, models) = course.items()
+        reporter = Reporter(name=name, total=len(before) + 3, folder=folder.path, is_main=group.is_main)
         averager = Averager.open(setting, statistics, group)
-        seconds = averager.average(models, folder.path / "mean.safetensors", reporter)
+        folder.check_inputs()
+        points = tested_averages(dict(before), averager, folder=folder, reporter=reporter)
+        seconds = averager.average(models, folder.path / "mean.safetensors", reporter, done=len(before))
         view = view_of_checkpoint(models[-1])
         score = averager.test(view)
-        reporter.done(3, f"test {score.accuracy:.2f} %  loss {score.loss:.4f}  {seconds:.1f} s")
+        reporter.done(len(before) + 3, f"test {score.accuracy:.2f} %  loss {score.loss:.4f}  {seconds:.1f} s")
         if group.is_main:
             about = describe_model(
                 averager.description,
                 averager.meta,
                 image_shape=averager.train_images.image_shape(view),
                 view=view,
-                test_crop=setting.test_crop,
+                test_crop=setting.augment.test_crop,
             )
+            meta = averager.meta
             record = {
-                **(before or {}),
                 "models": len(models),
                 **score.as_json(),
-                "seconds": seconds + (before["seconds"] if before else 0.0),
+                "points": [*points, {"label": label, "models": len(models), **score.as_json()}],
+                "data": {"classes": list(meta.classes), "shape": list(meta.shape or (meta.channels, None, None))},
+                "seconds": seconds,
                 **group.as_json(),
-                "ran": [before["ran"][0] if before else started, time.time()],
+                "ran": [started, time.time()],
             }
             write_result(folder, averager.network, {**about, **header}, record)
-
-
-def run_averages_job(
-    models: Mapping[str, Sequence[Path]],
-    *,
-    name: str,
-    setting: Setting,
-    statistics: Phase3,
-    group: Group,
-    folder: JobFolder,
-) -> None:
-    """Be one rank of a job that tests the mean of several sets of models; its record has `points`, in that order."""
-    with folder.writer(is_main=group.is_main):
-        if group.main_says(folder.is_complete):
-            return
-        reporter = Reporter(name=name, total=len(models), folder=folder.path, is_main=group.is_main)
-        averager = Averager.open(setting, statistics, group)
-        points = tested_averages(models, averager, folder=folder, reporter=reporter)
-        if group.is_main:
-            with folder.complete() as result:
-                write_json(result / "record.json", {"points": points, **group.as_json()})
 
 
 def tested_averages(
@@ -181,13 +172,18 @@ def tested_averages(
     began = time.monotonic()
     for number, (label, files) in enumerate(models.items(), start=1):
         kept = folder.kept / f"{label}.json"
-        if not group.main_says(kept.exists()):
+        point = read_point(kept) if group.is_main else None
+        if not group.main_says(point is not None):
             averager.average(files, folder.path / "mean.safetensors")
-            score = averager.test(view_of_checkpoint(files[-1]))
+            point = {
+                "label": label,
+                "models": len(files),
+                **averager.test(view_of_checkpoint(files[-1])).as_json(),
+            }
             if group.is_main:
-                write_json(kept, {"label": label, "models": len(files), **score.as_json()})
-        if group.is_main:
-            points.append(read_json(kept))
+                write_point(kept, point)
+        if group.is_main and point is not None:
+            points.append(point)
             accuracy, loss = points[-1]["test_accuracy"], points[-1]["test_loss"]
             left = time_left(began, number, len(models))
             reporter.done(number, f"{number}/{len(models)}  {label}  test {accuracy:.2f} %  loss {loss:.4f}{left}")

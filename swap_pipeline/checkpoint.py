@@ -24,8 +24,8 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from swap_pipeline.errors import SwapError, shown
-from swap_pipeline.files import atomic_write, write_json
+from swap_pipeline.errors import DamagedFileError, SwapError, shown
+from swap_pipeline.files import atomic_write, open_plain, read_json, write_json
 from swap_pipeline.scratch import JobFolder
 
 METADATA_KEY = "swap_pipeline"
@@ -171,6 +171,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            open_plain(path).close()
             self._file = safe_open(path, framework="pt", device="cpu")
             self._slices = {key: self._file.get_slice(key) for key in self._file.keys()}  # noqa: SIM118
             self.layout = {key: _spec_of(part) for key, part in self._slices.items()}
@@ -258,14 +259,6 @@ class UnreadableFileError(SwapError):
     """A file that may be whole, but the disk does not give it out now."""
 
 
-class DamagedFileError(SwapError):
-    """A file that does not hold what was once written to it."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        self.reason = " ".join(reason.split())[:300]
-        super().__init__(f"{path} is damaged ({self.reason}): delete it and run `dvc repro` (or `dvc checkout`)")
-
-
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """All tensors of a file, and its info."""
     file = TensorFile(path)
@@ -348,17 +341,48 @@ def read_snapshot(
     return None
 
 
-def drop_snapshots(folder: Path) -> None:
-    """Called when a run is complete and has nothing left to resume."""
+def epoch_of_newest_snapshot(folder: Path) -> int:
+    """How many epochs it has behind it; 0 also where there is none."""
+    return max((_epoch_of(path) for path in folder.glob(_SNAPSHOT)), default=0)
+
+
+def drop_snapshots(folder: Path, *, from_epoch: int = 0) -> None:
+    """Called when a run is complete and has nothing left to resume, or has to repeat that epoch and all after it."""
     for path in folder.glob(_SNAPSHOT):
-        path.unlink()
+        if _epoch_of(path) >= from_epoch:
+            path.unlink()
+
+
+def _epoch_of(snapshot: Path) -> int:
+    number = snapshot.stem.split("_")[1]
+    return int(number) if number.isdecimal() else 0
+
+
+def write_point(path: Path, point: Mapping[str, Any]) -> None:
+    """Keep a small piece of a job's work, so that a job that was killed need not do it again."""
+    write_json(path, {"point": point, "digest": digest_of(point)})
+
+
+def read_point(path: Path) -> dict[str, Any] | None:
+    """What was kept, if it is there and as it was written."""
+    try:
+        kept = read_json(path)
+        return kept["point"] if kept["digest"] == digest_of(kept["point"]) else None
+    except (SwapError, KeyError, TypeError):
+        return None
 
 
 def write_result(
-    folder: JobFolder, network: torch.nn.Module, info: Mapping[str, Any], record: Mapping[str, Any]
+    folder: JobFolder,
+    network: torch.nn.Module,
+    info: Mapping[str, Any],
+    record: Mapping[str, Any],
+    *,
+    kept: Iterable[str] = (),
 ) -> None:
-    """Complete a job: the network, with nothing in it that differs from run to run, and what is known of the run."""
-    with folder.complete() as result:
+    """Complete a job: the network, with nothing in it that differs from run to run, what is known of the run, and the
+    models that were `kept` on the way."""
+    with folder.complete(kept=kept) as result:
         write_tensors(result / "model.safetensors", network.state_dict(), info)
         write_json(result / "record.json", record)
     drop_snapshots(folder.path)

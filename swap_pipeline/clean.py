@@ -1,38 +1,39 @@
 """`swap clean`: scratch that no run of the present params needs is found, told, and removed.
 
-A run is listed if the present `params.yaml` has it: the phases with all workers, and the comparisons with all
-repeats. Its scratch is found by its fingerprint, for any number of processes and threads, since those come from the
-environment: for those that the jobs in scratch had, and for any that a machine may have. Jobs at work hold a lock, or
-wait in Slurm's queue, and are never touched.
+A run is listed if the present params have it: the phases with all workers, and the analysis. Its scratch is found
+by its fingerprint, for any number of processes and threads, since those come from the environment: for those that the
+jobs in scratch had, and for any that a machine may have. Running jobs hold a lock, or wait in Slurm's queue, and are
+never touched.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swap_pipeline.environment import num_cores
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import ANALYSES, BASELINES, SWA_STARTS, Instance
+from swap_pipeline.inputs import fingerprints
+from swap_pipeline.instances import ANALYSES, PHASE1, Instance, worker
 from swap_pipeline.jobs import load
 from swap_pipeline.params import Params, read_params
 from swap_pipeline.sbatch import LOGS, is_in_queue
-from swap_pipeline.scratch import RESULT, Lock, facts_of, fingerprints, hash_of, scratch_root
+from swap_pipeline.scratch import LAUNCHER_LOCK, RESULT, WRITER_LOCK, Lock, facts_of, scratch_root
 
 _JOB = re.compile(r"[0-9a-f]{20}")
 # Of jobs that do not say what they had (`torchrun` by hand): they shared so many cores.
 _MAX_CORES = 64
 _MAX_GPUS = 1024
-# Not of one job: what torch.compile made, official files of data sets, and what Slurm said of its jobs.
+# Not of one job: what torch.compile made, official files of data sets, and logs.
 _SHARED = {
     "compiled": "code that was compiled",
     "downloads": "data sets that were downloaded",
+    "compare": "logs of `swap compare`",
     LOGS: "what Slurm said of its jobs",
 }
 
@@ -43,7 +44,7 @@ class Entry:
 
     path: Path
     num_bytes: int
-    """that removing it would free: files that checkpoints or DVC's cache share are not counted"""
+    """that removing it would free: files that have another name elsewhere are not counted"""
     is_needed: bool
     is_running: bool
     why: str
@@ -77,16 +78,9 @@ def job_folders(root: Path) -> list[Path]:
 
 
 def listed_instances(params: Params) -> list[Instance]:
-    """All runs that the present params ask for, in the plain pipeline and in the comparisons."""
-    phases = [
-        Instance(method="phase1"),
-        *(Instance(method="phase2", seed=seed) for seed in params.workers.seeds),
-        Instance(method="phase3"),
-    ]
-    others = [Instance(method=name) for name in (*BASELINES, *SWA_STARTS) if getattr(params, name) is not None]
-    once = [Instance(method="averaged"), *(Instance(method=name) for name in ANALYSES if params.analysis is not None)]
-    again = [replace(one, repeat=repeat) for repeat in params.repeats for one in (*phases, *others)]
-    return [*phases, *others, *again, *once]
+    """All runs that the present params ask for."""
+    after = ("phase3", *ANALYSES)
+    return [PHASE1, *map(worker, params.workers.seeds), *(Instance(stage=stage) for stage in after)]
 
 
 def _needed(params: Params, folders: Sequence[Path]) -> tuple[set[str], dict[str, str]]:
@@ -105,10 +99,9 @@ def _needed(params: Params, folders: Sequence[Path]) -> tuple[set[str], dict[str
             facts.append(found)
     needed: set[str] = set()
     unsure: dict[str, str] = {}
-    hash_once = functools.cache(hash_of)
     for instance in listed_instances(params):
         try:
-            needed |= set(fingerprints(instance, facts, hash_path=hash_once))
+            needed |= set(fingerprints(instance, facts))
         except (SwapError, OSError, KeyError) as error:
             unsure[instance.stage] = str(error).partition(":")[0]
     return needed, unsure
@@ -144,20 +137,20 @@ def _shared_entry(path: Path, *, is_needed: bool) -> Entry:
 
 
 def _is_written_to(shared: Path) -> bool:
+    if shared.name == "compare":
+        return _is_running(shared)
     return shared.name == LOGS and any(_is_running(path) for path in job_folders(shared.parent))
 
 
 def _locks(folder: Path) -> list[Lock]:
     """Of a job's launcher and of its writing rank, also where a job has another within."""
-    return [Lock(path) for path in sorted(folder.rglob("*.lock"))]
+    names = (LAUNCHER_LOCK, WRITER_LOCK)
+    places = (path for name in names for path in (folder / name, *sorted(folder.glob(f"*/{name}"))))
+    return [Lock(path) for path in places if os.path.lexists(path)]
 
 
 def _is_running(folder: Path) -> bool:
-    for lock in _locks(folder):
-        if not lock.try_acquire():
-            return True
-        lock.release()
-    return is_in_queue(folder)
+    return any(lock.is_held() for lock in _locks(folder)) or is_in_queue(folder)
 
 
 def _remove(folder: Path) -> bool:
@@ -168,7 +161,7 @@ def _remove(folder: Path) -> bool:
     if _is_written_to(folder):
         return False
     # Held until it is gone, so that nobody starts in a folder that is about to vanish.
-    locks = [*_locks(folder), *([] if folder.name in _SHARED else [Lock(folder / "launcher.lock")])]
+    locks = [*_locks(folder), *([] if folder.name in _SHARED else [Lock(folder / LAUNCHER_LOCK)])]
     held: list[Lock] = []
     try:
         for lock in {str(lock.path): lock for lock in locks}.values():

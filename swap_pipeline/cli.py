@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import NEW_LINES, SwapError, printable, shown
+from swap_pipeline.last_resort import HANDLED, open_closed_streams, report
 
+TABLES = Path("tables")
 FINAL_MODEL = Path("checkpoints/phase3/model.safetensors")
 
 
+def _say(text: str, *, err: bool = False) -> None:
+    """Print, without what names in files could do to a terminal."""
+    click.echo(printable(text, keep=NEW_LINES), err=err)
+
+
 class _Commands(click.Group):
-    """Errors that the user can mend come as one line."""
+    """Errors come as one line, unless they are bugs."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        open_closed_streams()
+        return super().main(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except SwapError as error:
-            print(f"error: {error}", file=sys.stderr)
+            _say(f"error: {error}", err=True)
+            sys.exit(1)
+        except HANDLED as error:
+            if isinstance(error, BrokenPipeError):  # whoever read what is printed has enough of it; click knows
+                raise
+            report(error, doing=f"swap {ctx.invoked_subcommand}")
             sys.exit(1)
 
 
@@ -45,18 +64,33 @@ def use(name: str | None, force: bool) -> None:
 
     if name is not None:
         data = use_recipe(name, force=force).data
-        click.echo(f"params.yaml is now recipe {name}")
-        click.echo(f"data: {data.name}, {data_needed(data.name, data.root)}")
-        click.echo("next: `swap plan` shows what it will do, `dvc repro` does it")
+        _say(f"params.yaml is now recipe {name}")
+        _say(f"data: {data.name}, {data_needed(data.name, data.root)}")
+        _say("next: `swap plan` shows what it will do, `dvc repro` does it")
         return
     recipes = list_recipes()
     origin = origin_of_params(recipes)
     widest = max(len(recipe.name) for recipe in recipes)
     for recipe in recipes:
         mark = "*" if origin is not None and recipe.name == origin.recipe else " "
-        click.echo(f"{mark} {recipe.name:{widest}}  {recipe.summary}")
+        _say(f"{mark} {recipe.name:{widest}}  {recipe.summary}")
     now = "none of these" if origin is None else f"{origin.recipe}{', edited' if origin.edited else ''}"
-    click.echo(f"params.yaml is {now}; `swap use NAME` writes a recipe there")
+    _say(f"params.yaml is {now}; `swap use NAME` writes a recipe there")
+
+
+@main.command("params")
+@click.argument("file", type=click.Path(path_type=Path), default=Path("params.yaml"))
+@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
+def list_params(file: Path, as_json: bool) -> None:
+    """Print every param with its value, its default and what it means.
+
+    FILE is params.yaml, or any recipe. What it does not mention has its default and may be added.
+    """
+    from swap_pipeline.params import read_params
+    from swap_pipeline.params_text import entries, text_of
+
+    found = entries(read_params(file))
+    click.echo(json.dumps([asdict(entry) for entry in found], indent=2) if as_json else text_of(found))
 
 
 @main.command()
@@ -72,16 +106,16 @@ def use(name: str | None, force: bool) -> None:
 @click.option(
     "--nodes",
     type=click.IntRange(min=1),
-    help="Those GPUs are spread over so many nodes: print the commands for each of them, for use with ssh alone.",
+    help="With --link: the GPUs are spread over so many nodes.",
 )
 @click.option(
     "--images-per-second",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, min_open=True, max=1e12),
     help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
 )
 @click.option(
     "--link",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(min=0, min_open=True, max=1e12),
     metavar="GB/S",
     help="Bandwidth between GPUs: also show what the exchange of gradients and the files take, as in docs/scaling.md.",
 )
@@ -119,8 +153,87 @@ def plan(
     )
     if plot is not None:
         draw(forecast.plan, plot, title=forecast.title)
-        click.echo(f"drawn: {plot}", err=True)
-    click.echo(json_of(forecast) if as_json else text_of(forecast))
+        _say(f"drawn: {plot}", err=True)
+    _say(json_of(forecast) if as_json else text_of(forecast))
+
+
+@main.command()
+@click.option("--methods", metavar="A,B", help="Only these of the recipe's methods.")
+@click.option("--seeds", metavar="0,1,2", help="Repeat each method with these seeds; by default that of params.yaml.")
+@click.option("--jobs", type=click.IntRange(min=1), help="At most so many experiments side by side.")
+@click.option("--dry-run", is_flag=True, help="Only print the commands that it would run.")
+def compare(methods: str | None, seeds: str | None, jobs: int | None, dry_run: bool) -> None:
+    """Run the recipe's methods as experiments, and print the paper's tables.
+
+    A method is what recipes/<recipe>.methods.yaml changes of the recipe. Experiments are named <method>-<seed>. Those
+    that are up to date are kept; what methods share is trained once; devices that one leaves free train others.
+    """
+    from swap_pipeline.compare import make_comparison
+
+    chosen = _listed(methods)
+    numbers = [_seed(text) for text in _listed(seeds) or ()]
+    if dry_run:
+        for line in make_comparison(chosen, numbers).plain_commands():
+            click.echo(line)
+        return
+    from swap_pipeline.comparing import only_one, run_experiments
+    from swap_pipeline.devices import this_machine
+
+    with only_one():
+        comparison = make_comparison(chosen, numbers)
+        for note in comparison.notes:
+            click.echo(f"note: {note}")
+        current = len(comparison.wanted) - len(comparison.waiting)
+        click.echo(f"{len(comparison.wanted)} experiments, of which {current} are up to date")
+        try:
+            failures = run_experiments(
+                comparison.waiting, machine=this_machine(), most_at_once=jobs, say=lambda text: click.echo(text)
+            )
+        except KeyboardInterrupt:
+            click.echo("interrupted: `swap compare` resumes")
+            sys.exit(130)
+    if len(failures) < len(comparison.wanted):
+        _print_tables(everything=False, folder=TABLES)
+    if failures:
+        raise SwapError(f"{len(failures)} of {len(comparison.waiting)} experiments failed: {', '.join(failures)}")
+
+
+@main.command()
+@click.option("--all", "everything", is_flag=True, help="Also experiments that started from earlier commits.")
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=TABLES,
+    show_default=True,
+    help="Folder for them.",
+)
+def tables(everything: bool, folder: Path) -> None:
+    """Print the paper's Tables 1 to 4, from the experiments of `swap compare` that exist.
+
+    They are also written as Markdown, JSON and CSV, and as a page with pictures, index.html.
+    """
+    _print_tables(everything=everything, folder=folder)
+
+
+def _print_tables(*, everything: bool, folder: Path) -> None:
+    from swap_pipeline.tables_text import markdown
+    from swap_pipeline.tabulate import tables_of_experiments, write_tables
+
+    found = tables_of_experiments(everything=everything)
+    write_tables(found, folder)
+    click.echo(f"\n{markdown(found, bold=False)}\ntables: {folder}/index.html, and .md, .json, .csv")
+
+
+def _listed(text: str | None) -> list[str] | None:
+    return [part.strip() for part in text.split(",") if part.strip()] if text else None
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise SwapError(f"--seeds has {text!r}: write whole numbers, such as 0,1,2")
+    return int(text)
 
 
 @main.command()
@@ -140,7 +253,7 @@ def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) ->
 
     for path, classes in predict_images(images, model, own=own or _own_network()):
         for name, probability in classes[:top]:
-            click.echo(f"{path}\t{name}\t{100 * probability:.2f} %")
+            _say(f"{path}\t{name}\t{100 * probability:.2f} %")
 
 
 @main.command()
@@ -161,9 +274,29 @@ def doctor(file: Path, as_json: bool) -> None:
     from swap_pipeline.doctor import examine, json_of, text_of
 
     findings = examine(file)
-    click.echo(json_of(findings) if as_json else text_of(findings))
+    _say(json_of(findings) if as_json else text_of(findings))
     if any(finding.status == "problem" for finding in findings):
         sys.exit(1)
+
+
+@main.command()
+@click.option(
+    "--params",
+    "file",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="What is to be run.",
+)
+def check(file: Path) -> None:
+    """Check a params file in a moment: its entries, and what DVC will make of them.
+
+    DVC reads params.yaml before any code of this project runs. What it would hang on or misreport is said here.
+    """
+    from swap_pipeline.check import check as check_params
+
+    params = check_params(file)
+    _say(f"{file} is fine: recipe {shown(params.recipe)}, {len(params.workers.seeds)} workers")
 
 
 @main.command()
@@ -181,15 +314,15 @@ def clean(yes: bool, dry_run: bool, everything: bool) -> None:
     stale = [entry for entry in entries if not entry.is_needed and not entry.is_running]
     for entry in entries:
         mark = "remove" if entry in stale else "keep  "
-        click.echo(f"{mark}  {entry}")
+        _say(f"{mark}  {entry}")
     freed = in_bytes(sum(entry.num_bytes for entry in stale))
     if not stale:
-        click.echo("nothing to remove")
+        _say("nothing to remove")
     elif dry_run:
-        click.echo(f"would remove {len(stale)} of {len(entries)} folders and free {freed}")
+        _say(f"would remove {len(stale)} of {len(entries)} folders and free {freed}")
     elif yes or click.confirm(f"remove {len(stale)} of {len(entries)} folders and free {freed}?"):
         removed = remove(stale)
-        click.echo(f"removed {len(removed)} folders, {in_bytes(sum(entry.num_bytes for entry in removed))} are free")
+        _say(f"removed {len(removed)} folders, {in_bytes(sum(entry.num_bytes for entry in removed))} are free")
 
 
 def _own_network() -> str | None:

@@ -11,11 +11,12 @@ from typing import Any
 
 from swap_pipeline import environment
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import ANALYSES, BASELINES, PHASES, SWA_STARTS
+from swap_pipeline.files import read_plain
+from swap_pipeline.instances import ANALYSES, PHASES
 from swap_pipeline.jobs import Machine
 from swap_pipeline.slurm import ask
 
-_STAGES = (*PHASES, "averaged", *BASELINES, *SWA_STARTS, *ANALYSES)
+_STAGES = (*PHASES, *ANALYSES)
 _KEYS = ("nodes", "gpus_per_node", "gpu_type", "cpus_per_node", "max_requeues", "signal_seconds", "sbatch")
 _OURS = {
     "nodes": "write nodes beside sbatch, not in it",
@@ -57,7 +58,7 @@ class Cluster:
 
 def file() -> Path:
     """`cluster.yaml` of the project, also in experiments in temporary folders."""
-    return Path(os.environ.get("DVC_ROOT", ".")) / "cluster.yaml"
+    return environment.project_folder() / "cluster.yaml"
 
 
 def read() -> Cluster:
@@ -66,12 +67,14 @@ def read() -> Cluster:
     from ruamel.yaml.error import YAMLError
 
     try:
-        tree = YAML(typ="safe", pure=True).load(file().read_text(encoding="utf-8"))
+        tree = YAML(typ="safe", pure=True).load(read_plain(file(), max_bytes=1 << 18).decode())
     except FileNotFoundError:
         raise SwapError(
             f"SWAP_LAUNCHER is sbatch, but there is no {file()}: "
             f"copy cluster.example.yaml there and write what your cluster has"
         ) from None
+    except OSError as error:
+        raise SwapError(f"{file()} cannot be read: {error.strerror or error}") from None
     except (YAMLError, UnicodeDecodeError) as error:
         raise SwapError(f"{file()} is not YAML: {' '.join(str(error).split())}") from None
     return parse(tree)

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from swap_pipeline.batchnorm import one_pass
-from swap_pipeline.checkpoint import load_weights
+from swap_pipeline.checkpoint import load_weights, read_point, write_point
 from swap_pipeline.data import Split, View, read_meta
 from swap_pipeline.distributed import Group
-from swap_pipeline.files import read_json, write_json
-from swap_pipeline.instances import Instance
+from swap_pipeline.files import write_json
+from swap_pipeline.instances import PHASE1, worker
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Augment, EpochList, Phase3
 from swap_pipeline.placement import set_up
@@ -50,21 +50,21 @@ class Snapshot:
 
 def snapshots_of_phase1(*, wanted: EpochList, epochs: int) -> list[Snapshot]:
     """What was kept of phase 1, which took so many epochs, and its last model."""
-    phase1 = Instance(method="phase1")
+    phase1 = PHASE1
     names = {**models_to_keep(wanted, epochs=epochs), epochs: phase1.model.name}
     return [Snapshot(run="phase1", epoch=epoch, path=phase1.checkpoints / name) for epoch, name in names.items()]
 
 
 def snapshots_of_worker(seed: int, *, wanted: EpochList, before: int, epochs: int, cycles: int) -> list[Snapshot]:
     """The same of a worker, after so many epochs of phase 1."""
-    worker = Instance(method="phase2", seed=seed)
+    own = worker(seed)
     names = {
         **models_to_keep(wanted, epochs=epochs),
         **models_of_cycles(epochs=epochs, cycles=cycles),
-        epochs: worker.model.name,
+        epochs: own.model.name,
     }
     return [
-        Snapshot(run=f"seed_{seed}", epoch=before + epoch, path=worker.checkpoints / names[epoch])
+        Snapshot(run=f"seed_{seed}", epoch=before + epoch, path=own.checkpoints / names[epoch])
         for epoch in sorted(names)
     ]
 
@@ -137,13 +137,13 @@ def run_cosine_job(
         reporter = Reporter(name=name, total=max(1, len(snapshots)), folder=folder.path, is_main=group.is_main)
         meta, view = read_meta(PREPARED), view_of_checkpoint(swap)
         images = open_sample(
-            "train", gradient_images, seed=statistics.seed, setting=setting, group=group, scratch=folder.path
+            "train", gradient_images, seed=setting.seed_of_statistics, setting=setting, group=group, scratch=folder.path
         )
         batches = SamePass(
             lambda: labelled_batches(
                 images,
                 batch_size=statistics.batch_size,
-                seed=statistics.seed,
+                seed=setting.seed_of_statistics,
                 augment=setting.augment if statistics.augment else None,
                 view=view,
                 group=group,
@@ -154,6 +154,7 @@ def run_cosine_job(
             describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes)), seed=0
         )
         set_up(network, setting.compute, group)
+        folder.check_inputs()
         names = parameter_names(network)
         goal = read_vector(swap, names)
         loss = partial(nn.functional.cross_entropy, label_smoothing=label_smoothing, reduction="sum")
@@ -165,15 +166,16 @@ def run_cosine_job(
         began = time.monotonic()
         for number, snapshot in enumerate(snapshots, start=1):
             kept = folder.kept / f"{snapshot.run}_{snapshot.epoch}.json"
-            if not group.main_says(kept.exists()):
+            point = read_point(kept) if group.is_main else None
+            if not group.main_says(point is not None):
                 load_weights(network, snapshot.path)
                 gradient = mean_gradient(network, batches, summed_loss=loss, num_images=len(images), group=group)
                 if group.is_main:
                     here = read_vector(snapshot.path, names)
                     found = direction(gradient.cpu(), here=here, goal=goal)
-                    write_json(kept, {"run": snapshot.run, "epoch": snapshot.epoch, **(found or {})})
-            if group.is_main:
-                point = read_json(kept)
+                    point = {"run": snapshot.run, "epoch": snapshot.epoch, **(found or {})}
+                    write_point(kept, point)
+            if group.is_main and point is not None:
                 what = f"cosine {point['cosine']:+.4f}" if "cosine" in point else "no direction: this is SWAP's output"
                 left = time_left(began, number, len(snapshots))
                 reporter.done(number, f"{number}/{len(snapshots)}  {snapshot.run} epoch {snapshot.epoch}  {what}{left}")

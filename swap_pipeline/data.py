@@ -178,11 +178,11 @@ def steps_per_epoch(num_images: int, batch_size: int) -> int:
     return num_images // batch_size
 
 
-def batch_share(step: int, *, batch_size: int, rank: int, world_size: int) -> slice:
-    """The positions in the epoch's order that a rank has in a step, of a batch that all ranks share equally."""
-    per_rank = batch_size // world_size
-    first = step * batch_size + rank * per_rank
-    return slice(first, first + per_rank)
+def batch_share(step: int, *, batch_size: int, shard: int, num_shards: int) -> slice:
+    """The positions in the epoch's order that a shard has in a step, of a batch that all shards share equally."""
+    size = batch_size // num_shards
+    first = step * batch_size + shard * size
+    return slice(first, first + size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,12 +332,12 @@ def check_augment(*, padding: int, cutout: int, image_size: tuple[int, int]) -> 
     smallest = min(image_size)
     if padding >= smallest:
         raise SwapError(
-            f"params.yaml: data.augment.padding is {padding}, but images of {smallest} pixels "
+            f"params.yaml: augment.padding is {padding}, but images of {smallest} pixels "
             f"can be reflected by at most {smallest - 1}"
         )
     if cutout > smallest:
         raise SwapError(
-            f"params.yaml: data.augment.cutout is {cutout}, larger than the images ({smallest} pixels): lower it"
+            f"params.yaml: augment.cutout is {cutout}, larger than the images ({smallest} pixels): lower it"
         )
 
 

@@ -18,8 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from swap_pipeline import environment, launch
+from swap_pipeline import environment
+from swap_pipeline.analysis_params import ANALYSIS_PARAMS, read_analysis
+from swap_pipeline.check import check
 from swap_pipeline.clean import in_bytes, look
+from swap_pipeline.devices import (
+    Share,
+    launcher_kind,
+    local_machine,
+    share_of_phase1,
+    share_of_worker,
+    this_machine,
+)
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root
 from swap_pipeline.params import Params, read_params
@@ -53,6 +63,7 @@ def examine(file: Path = Path("params.yaml")) -> list[Finding]:
         ("versions", _versions),
         ("project", _project),
         ("params", lambda: _params(file)),
+        ("analysis", _analysis),
         ("devices", _devices),
         ("threads", lambda: _threads(params)),
         ("precision", lambda: _precision(params)),
@@ -134,15 +145,25 @@ def _project() -> Iterator[Finding]:
 
 
 def _params(file: Path) -> Iterator[Finding]:
-    params = read_params(file)
+    params = check(file)
     yield _ok("params", f"{file}: recipe {params.recipe}, {len(params.workers.seeds)} workers")
+
+
+def _analysis() -> Iterator[Finding]:
+    """`dvc repro` does not run it, so what is wrong with it can only be a note."""
+    try:
+        given = read_analysis()
+    except SwapError as error:
+        yield _note("analysis", f"`dvc --cd analysis repro` would stop: {error}")
+    else:
+        yield _ok("analysis", f"{ANALYSIS_PARAMS}: landscapes of {given.grid} × {given.grid} points")
 
 
 def _devices() -> Iterator[Finding]:
     import torch
     from torch import distributed
 
-    machine, kind = launch.this_machine(), launch.launcher_kind()
+    machine, kind = this_machine(), launcher_kind()
     if kind != "local":
         what = "GPUs" if machine.device_type == "cuda" else "CPU cores"
         yield _ok("devices", f"{machine.nodes} × {len(machine.devices)} {what} of a Slurm cluster, by {kind}")
@@ -171,19 +192,21 @@ def _devices() -> Iterator[Finding]:
 
 def _threads(params: Params | None) -> Iterator[Finding]:
     from swap_pipeline.plan import counted
-    from swap_pipeline.plan_facts import devices_here
 
-    devices, machine = devices_here(), launch.this_machine()
-    each = counted(launch.threads_of_ranks(machine, devices.processes), "thread")
-    phases = f"{devices.processes} process{'' if devices.processes == 1 else 'es'}"
-    yield _ok("threads", f"{counted(machine.cores, 'core')}; phases 1 and 3: {phases} with {each} each")
+    def text_of(share: Share) -> str:
+        processes = f"{share.processes} process{'' if share.processes == 1 else 'es'}"
+        return f"{processes} with {counted(share.threads, 'thread')} each"
+
+    machine = this_machine()
+    yield _ok("threads", counted(machine.cores, "core"))
     if params is not None:
-        on_cpu = machine.device_type == "cpu"
-        gpus = params.phase2.gpus_per_worker
-        own = counted(1 if on_cpu else max(1, machine.cores // len(machine.devices)), "thread")
-        at_once = min(devices.max_workers or devices.count, devices.count // gpus, len(params.workers.seeds))
-        workers = f"{at_once} of {len(params.workers.seeds)} workers at once"
-        yield _ok("threads", f"phase 2: {workers}, {gpus} process{'' if gpus == 1 else 'es'} with {own} each")
+        at_most = environment.num_processes()
+        share = share_of_phase1(machine, shards=params.phase1.shards, at_most=at_most)
+        yield _ok("threads", f"phases 1 and 3: {text_of(share)}")
+        worker, seeds = share_of_worker(machine, shards=params.phase2.shards), len(params.workers.seeds)
+        slots = environment.max_workers_at_once(default=machine.num_devices)
+        at_once = min(slots, machine.num_devices // worker.num_devices, seeds)
+        yield _ok("threads", f"phase 2: {at_once} of {seeds} workers at once, {text_of(worker)}")
     environment.fan_out(), environment.eval_batch_size(), environment.timeout_minutes()  # say what they were set to
     environment.num_loaders(1)
 
@@ -193,7 +216,7 @@ def _precision(params: Params | None) -> Iterator[Finding]:
 
     from swap_pipeline.precision import check_cpu, resolve
 
-    kind = launch.local_machine().device_type
+    kind = local_machine().device_type
     used = None if params is None else resolve(params.compute.precision, torch.device(kind))
     if params is not None:
         yield _ok("precision", f"{used} (compute.precision: {params.compute.precision})")
@@ -216,8 +239,6 @@ def _data(params: Params | None) -> Iterator[Finding]:
     from swap_pipeline.image_folders import scan
 
     data = params.data
-    if not Path(data.root).exists():
-        yield _problem("data", f"data.root is {data.root!r}, which does not exist: create it, or name the right folder")
     if data.name in TEST_FOLDERS:
         tree = scan(find_root(data.root), test_names=TEST_FOLDERS[data.name])
         counts = f"{len(tree.train):,} training and {len(tree.test):,} test images of {len(tree.classes):,} classes"
@@ -235,26 +256,14 @@ def _data(params: Params | None) -> Iterator[Finding]:
 
 
 def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
-    """What `dvc repro` will do and write; the comparisons, which it does not run, can only be a note."""
+    """What `dvc repro` will do and write."""
     if params is None:
         return
     from swap_pipeline.plan_facts import devices_here
     from swap_pipeline.planning import plan_params
 
-    alone = dataclasses.replace(
-        params,
-        small_batch=None,
-        large_batch=None,
-        swa_large_batch=None,
-        swa_large_then_small=None,
-        swa_small_batch=None,
-    )
-    plan = plan_params(alone, devices_here())
+    plan = plan_params(params, devices_here(params))
     yield _ok("plan", f"{plan.network.name}, {plan.network.num_parameters:,} parameters: `swap plan` says more")
-    try:
-        plan_params(params, devices_here())
-    except SwapError as error:
-        yield _note("plan", f"the comparisons would stop: {error}")
     needed, free = bytes_to_write(plan), shutil.disk_usage(".").free
     text = f"{in_bytes(free)} are free, a whole run writes up to {in_bytes(needed)}"
     if free >= needed:
@@ -342,7 +351,9 @@ def _git_state() -> Iterator[Finding]:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(("git", *arguments), capture_output=True, text=True, check=False)
+        # Without the option, git status writes its index anew.
+        command = ("git", "--no-optional-locks", *arguments)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return None
     return done.stdout.rstrip("\n") if done.returncode == 0 else None

@@ -1,5 +1,5 @@
-"""The cores, and the `SWAP_…` environment variables that are the user's: where and how a job runs. Each is read here
-and nowhere else.
+"""Where and how a job runs: the project's folder, the cores, and the user's `SWAP_…` environment variables. Each is
+read here and nowhere else.
 
 None of them can change what is computed, apart from the number of processes, which decides how batch norm's statistics
 are shared, and from rounding.
@@ -11,10 +11,20 @@ import math
 import os
 from pathlib import Path
 
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, shown
 
 JOB = "SWAP_JOB"
 """the scratch folder of the job that a rank belongs to; set by the launcher, never by the user"""
+
+
+def project_folder() -> Path:
+    """The project's root, where scratch and what git ignores are; stages run there, or in a temporary copy of it.
+
+    DVC names it to its stages (DVC_ROOT), also to those of an experiment in a temporary folder. To those of the
+    analysis, a DVC project of its own, it names a folder inside the one where they run.
+    """
+    named = Path(os.environ.get("DVC_ROOT", ".")).resolve()
+    return Path() if Path.cwd() in (named, *named.parents) else named
 
 
 def wanted_device() -> str | None:
@@ -51,9 +61,9 @@ def num_cores() -> int:
         return cores
 
 
-def num_processes(default: int) -> int:
-    """SWAP_NPROC: processes of phases 1 and 3."""
-    return _count("SWAP_NPROC", default)
+def num_processes() -> int | None:
+    """SWAP_NPROC: at most so many processes in phases 1 and 3; None: not said."""
+    return _count("SWAP_NPROC", 0) or None
 
 
 def max_workers_at_once(default: int) -> int:
@@ -76,7 +86,7 @@ def eval_batch_size() -> int:
 
 def num_loaders(default: int) -> int:
     """SWAP_LOADERS: processes that decode images for each rank, where images are read from their files."""
-    return _count("SWAP_LOADERS", default)
+    return _count("SWAP_LOADERS", default, maximum=1024)
 
 
 def timeout_minutes() -> float:
@@ -93,16 +103,18 @@ def timeout_minutes() -> float:
 
 def num_retries() -> int:
     """SWAP_RETRIES: how often a job that ended without an error of its own, killed for example, is started again."""
-    text = os.environ.get("SWAP_RETRIES") or "1"
-    if not text.isdecimal():
-        raise SwapError(f"SWAP_RETRIES is {text!r}: write a whole number, 0 for never")
-    return int(text)
+    return _count("SWAP_RETRIES", 1, minimum=0, maximum=1000)
 
 
-def _count(variable: str, default: int) -> int:
+def is_debugging() -> bool:
+    """SWAP_DEBUG: whether errors come with the place in the code where they arose."""
+    return os.environ.get("SWAP_DEBUG", "0") not in ("", "0")
+
+
+def _count(variable: str, default: int, *, minimum: int = 1, maximum: int = 100_000) -> int:
     text = os.environ.get(variable)
     if not text:
         return default
-    if not text.isdecimal() or int(text) < 1:
-        raise SwapError(f"{variable} is {text!r}: write a whole number, at least 1")
+    if not text.isdecimal() or len(text) > 9 or not minimum <= int(text) <= maximum:
+        raise SwapError(f"{variable} is {shown(text)}: write a whole number from {minimum} to {maximum:,}")
     return int(text)

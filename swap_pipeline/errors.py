@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import reprlib
+import unicodedata
+from pathlib import Path
 from typing import Any
 
 
 class SwapError(ValueError):
     """Something the user can mend: its text names what is wrong, where, and what to do.
 
-    Stages print it as a single line and leave with exit code 1; any other exception is a bug and keeps its traceback.
+    Stages print it as a single line and leave with exit code 1. What nobody foresaw is for `last_resort`.
     """
+
+
+class DamagedFileError(SwapError):
+    """A file that does not hold what was once written to it."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = " ".join(reason.split())[:300]
+        super().__init__(f"{path} is damaged ({self.reason}): delete it and run `dvc repro` (or `dvc checkout`)")
 
 
 class _Short(reprlib.Repr):
@@ -32,3 +43,20 @@ _SHORT = _Short()
 def shown(value: Any) -> str:
     """A value from somebody's file, as Python writes it: on one line and never long."""
     return _SHORT.repr(value)
+
+
+# Of the marks that no text shows, those that turn its direction around: what follows would read as something else.
+_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+NEW_LINES = "\n\t"
+"""kept where text may have several lines"""
+_UNSEEN = ("Cc", "Cs", "Zl", "Zp")
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Text from somebody's file for a terminal: what it would obey or could not show is written out as `\\x1b`."""
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if letter not in keep and (letter in _DIRECTIONS or unicodedata.category(letter) in _UNSEEN)
+        else letter
+        for letter in text
+    )

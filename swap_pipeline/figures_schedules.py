@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swap_pipeline.figures import COLOURS, GREY, Drawing, grid, new_figure, style, whole_epochs
-from swap_pipeline.instances import SWA_STARTS
-from swap_pipeline.params import Params, Schedule, Swa
-from swap_pipeline.schedules import PiecewiseLinear, by_epoch, cyclic_after, learning_rate_of
+from swap_pipeline.params import Params, Schedule
+from swap_pipeline.schedules import PiecewiseLinear, by_epoch, learning_rate_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,19 +16,10 @@ if TYPE_CHECKING:
 Points = tuple[tuple[float, float], ...]
 """(epoch, value), with straight lines between them."""
 
-SWA_TITLES = {
-    "swa_large_batch": "large-batch SWA",
-    "swa_large_then_small": "large-batch, then small-batch SWA",
-    "swa_small_batch": "small-batch SWA",
-}
 _SAMPLES = "models that are averaged"
-# The phases are thick, so that baselines can be seen where they coincide with them.
 _LINES: dict[str, dict[str, Any]] = {
     "phase1": {"color": COLOURS["phase1"], "linewidth": 4.0, "linestyle": "-"},
     "phase2": {"color": COLOURS["phase2"], "linewidth": 4.0, "linestyle": "-"},
-    "small_batch": {"color": COLOURS["small_batch"], "linewidth": 1.4, "linestyle": "--"},
-    "large_batch": {"color": COLOURS["large_batch"], "linewidth": 1.4, "linestyle": ":"},
-    "swa": {"color": COLOURS["swa"], "linewidth": 1.8, "linestyle": "-"},
 }
 
 
@@ -87,17 +77,13 @@ def rates_until(rate: PiecewiseLinear, end: float) -> Points:
 
 
 def planned_courses(params: Params) -> list[Course]:
-    """Both phases, the second where the first ends at the latest, and the baselines that there are."""
+    """Both phases, the second where the first ends at the latest."""
     phase1 = params.phase1
-    may_end_early = phase1.stop_accuracy < 100
-    courses = [
-        course_of("phase1", "phase 1, at most" if may_end_early else "phase 1", phase1, epochs=phase1.max_epochs),
-        _worker_course(params, f"phase 2, W = {len(params.workers.seeds)}").later(phase1.max_epochs),
+    label = "phase 1, at most" if phase1.stop_accuracy < 100 else "phase 1"
+    return [
+        course_of("phase1", label, phase1, epochs=phase1.max_epochs),
+        *_worker_courses(params, f"phase 2, W = {len(params.workers.seeds)}", after=phase1.max_epochs),
     ]
-    for section, baseline in (("small_batch", params.small_batch), ("large_batch", params.large_batch)):
-        if baseline is not None:
-            courses.append(course_of(section, section.replace("_", " "), baseline, epochs=baseline.epochs))
-    return courses
 
 
 def courses_as_run(params: Params, phase1_epochs: int) -> list[Course]:
@@ -105,58 +91,32 @@ def courses_as_run(params: Params, phase1_epochs: int) -> list[Course]:
     phase1 = params.phase1
     return [
         course_of("phase1", "phase 1", phase1, epochs=phase1.max_epochs, until=phase1_epochs),
-        _worker_course(params, "phase 2").later(phase1_epochs),
+        *_worker_courses(params, "phase 2", after=phase1_epochs),
     ]
 
 
-def _worker_course(params: Params, label: str) -> Course:
+def _worker_courses(params: Params, label: str, *, after: float) -> list[Course]:
+    """That of a worker, if there is a phase 2."""
     phase2 = params.phase2
-    return course_of(
-        "phase2", label, phase2, epochs=phase2.epochs, cycles=phase2.cycles, first_epoch=phase2.first_epoch or 0
+    if phase2.epochs == 0:
+        return []
+    course = course_of(
+        "phase2", label, phase2, epochs=phase2.epochs, cycles=phase2.cycles, first_epoch=phase2.first_epoch
     )
+    return [course.later(after)]
 
 
-def samplings(params: Params) -> list[Sampling]:
-    """The three variants of SWA, as far as params have them, and SWAP."""
-    phase1, *_ = planned_courses(params)
-    worker = _worker_course(params, "phase 2").later(phase1.last_epoch)
-    found = []
-    for method, start in SWA_STARTS.items():
-        given: Swa | None = getattr(params, method)
-        if given is not None:
-            before, schedule = _before_swa(params, start)
-            models = given.models or len(params.workers.seeds) * params.phase2.cycles
-            cycle = given.cycle_epochs or params.phase2.epochs // params.phase2.cycles
-            cyclic = cyclic_after(schedule[0], last_epoch=schedule[1], peak_lr=given.peak_lr)
-            after = course_of("swa", "SWA", cyclic, epochs=models * cycle, cycles=models).later(before.last_epoch)
-            found.append(
-                Sampling(
-                    method=method,
-                    title=SWA_TITLES[method],
-                    courses=(before, after),
-                    samples=tuple(before.last_epoch + cycle * (k + 1) for k in range(models)),
-                    models_a_sample=1,
-                )
-            )
-    cycle = params.phase2.epochs // params.phase2.cycles
-    swap = Sampling(
-        method="swap",
-        title="SWAP",
-        courses=(phase1, worker),
-        samples=tuple(phase1.last_epoch + cycle * (k + 1) for k in range(params.phase2.cycles)),
+def sampling_of(params: Params, *, method: str, title: str) -> Sampling:
+    """When models are taken to be averaged: at the end of each cycle of phase 2."""
+    courses, cycles = planned_courses(params), params.phase2.cycles
+    cycle = params.phase2.epochs // cycles
+    return Sampling(
+        method=method,
+        title=title,
+        courses=tuple(courses),
+        samples=tuple(courses[0].last_epoch + cycle * (k + 1) for k in range(cycles)),
         models_a_sample=len(params.workers.seeds),
     )
-    return [*found, swap]
-
-
-def _before_swa(params: Params, start: str) -> tuple[Course, tuple[Schedule, int]]:
-    """The run that SWA starts from; whose batches it goes on with, and as they are in which epoch."""
-    if start == "phase1":
-        phase2 = params.phase2
-        return planned_courses(params)[0], (phase2, (phase2.first_epoch or 0) + phase2.epochs - 1)
-    baseline = getattr(params, start)
-    course = course_of(start, start.replace("_", " "), baseline, epochs=baseline.epochs)
-    return course, (baseline, baseline.epochs - 1)
 
 
 def draw_schedules(courses: Sequence[Course], *, title: str = "") -> Drawing:
@@ -253,7 +213,7 @@ def _draw_sampling(axes: Axes, sampling: Sampling) -> dict[str, Any]:
     shown = {}
     for course in sampling.courses:
         line = {**_LINES[course.section], "linewidth": 2.0}
-        label = {"phase2": "phase 2, each worker", "swa": "SWA's cycles"}.get(course.section, course.label)
+        label = {"phase2": "phase 2, each worker"}.get(course.section, course.label)
         gid = f"{sampling.method}-{course.section}"
         (shown[label],) = axes.plot(*zip(*course.rates, strict=True), gid=gid, **line)
     last = sampling.courses[-1]

@@ -1,11 +1,11 @@
-"""What came out as pictures: the course of a run (Figure 1 of the paper), accuracy against time for all methods."""
+"""What came out as a picture: the course of a run (Figure 1 of the paper)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swap_pipeline.figures import COLOURS, DASHES, GREY, Drawing, grid, name_bars, new_figure, style, whole_epochs
+from swap_pipeline.figures import COLOURS, DASHES, GREY, Drawing, grid, new_figure, style, whole_epochs
 from swap_pipeline.figures_schedules import Course
 
 if TYPE_CHECKING:
@@ -24,19 +24,20 @@ def draw_training(
 ) -> Drawing:
     """Figure 1: rates of both phases, test accuracy of every model, and of the average had phase 2 ended earlier.
 
-    A worker's epochs go on after phase 1's; `rates` are those of phase 1 as it ran and of a worker after it. Beside the
-    whole course stands phase 2 alone, where the differences are small.
+    A worker's epochs follow phase 1's; `rates` are those of phase 1 as it ran and of a worker after it. Beside the
+    whole course stands phase 2 alone, where the differences are small, if there is one.
     """
     handover = phase1["epochs"]
     before = _accuracies(phase1)
-    after = {seed: _accuracies(worker, handover) for seed, worker in workers.items()}
-    average: Curve = [(handover + _epoch_of(point), point["test_accuracy"]) for point in averaged]
+    after = {seed: _accuracies(worker, handover) for seed, worker in workers.items() if worker["epochs"]}
+    average: Curve = [(handover + _epoch_of(point), point["test_accuracy"]) for point in averaged if after]
     with style():
         figure = new_figure(9, 4.8)
-        panels = figure.subplot_mosaic(
-            [["rate", "close"], ["course", "close"]], height_ratios=(1, 2), width_ratios=(1.15, 1)
+        layout, widths = (
+            ([["rate", "close"], ["course", "close"]], (1.15, 1)) if after else ([["rate"], ["course"]], (1,))
         )
-        rate, course, close = panels["rate"], panels["course"], panels["close"]
+        panels: dict[str, Axes] = figure.subplot_mosaic(layout, height_ratios=(1, 2), width_ratios=widths)  # type: ignore[arg-type]
+        rate, course, close = panels["rate"], panels["course"], panels.get("close")
         course.sharex(rate)
         for part in rates:
             colour = COLOURS[part.section]
@@ -45,20 +46,22 @@ def draw_training(
             *zip(*before, strict=True), color=COLOURS["phase1"], linewidth=2, marker=".", gid="accuracy-phase1"
         )
         shown = {"phase 1": line}
-        for axes, prefix in ((course, "accuracy"), (close, "close")):
-            shown |= _draw_workers(axes, after, average, prefix)
-        shown["phase 1's end"] = close.axhline(
-            before[-1][1], color=COLOURS["phase1"], linewidth=1.6, linestyle=(0, (4, 3)), gid="close-phase1"
-        )
-        if average:
-            _say_last(close, average[-1])
-        for axes in (rate, course):
-            axes.axvline(handover, color=GREY, linewidth=0.8)
+        shown |= _draw_workers(course, after, average, "accuracy")
+        if close is not None:
+            shown |= _draw_workers(close, after, average, "close")
+            shown["phase 1's end"] = close.axhline(
+                before[-1][1], color=COLOURS["phase1"], linewidth=1.6, linestyle=(0, (4, 3)), gid="close-phase1"
+            )
+            if average:
+                _say_last(close, average[-1])
+            close.set_title("phase 2, enlarged")
+            for axes in (rate, course):
+                axes.axvline(handover, color=GREY, linewidth=0.8)
         rate.set_ylim(bottom=0)
         rate.set_xlim(left=0)
         rate.tick_params(labelbottom=False)
         rate.set_ylabel("learning rate")
-        for words, side, away in (("phase 1", "right", -5), ("phase 2", "left", 5)):
+        for words, side, away in (("phase 1", "right", -5), ("phase 2", "left", 5)) if after else ():
             rate.annotate(
                 words,
                 (handover, 1),
@@ -68,12 +71,11 @@ def draw_training(
                 ha=side,
                 fontweight="bold",
             )
-        close.set_title("phase 2, enlarged")
-        for axes in (course, close):
+        for axes in (course, close) if close is not None else (course,):
             axes.set_ylabel("test accuracy (%)")
             axes.set_xlabel("epoch")
             whole_epochs(axes)
-        grid(rate, course, close)
+        grid(*panels.values())
         figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
     return Drawing(
         name="training",
@@ -134,7 +136,7 @@ def _workers_in_legend(count: int) -> str:
 
 def _say_last(axes: Axes, last: tuple[float, float]) -> None:
     axes.annotate(
-        f"SWAP {last[1]:.2f}",
+        f"average {last[1]:.2f}",
         last,
         xytext=(0, 8),
         textcoords="offset points",
@@ -152,87 +154,8 @@ def _training_in_words(before: Curve, after: Mapping[int, Curve], average: Curve
     told = [
         "Learning rate and test accuracy by epoch. "
         f"Phase 1 ends at {before[-1][1]:.2f} % after {before[-1][0]:g} epochs",
-        f"the workers at {min(finals):.2f} to {max(finals):.2f} %",
+        *([f"the workers at {min(finals):.2f} to {max(finals):.2f} %"] if finals else []),
     ]
     if average:
         told.append(f"their average at {average[-1][1]:.2f} %")
     return "; ".join(told)
-
-
-_METHODS: dict[str, tuple[str, str, str]] = {
-    "small_batch": (COLOURS["small_batch"], "D", "SGD (small-batch)"),
-    "large_batch": (COLOURS["large_batch"], "s", "SGD (large-batch)"),
-    "swap_before": (COLOURS["phase2"], "v", "SWAP (before averaging)"),
-    "swap_after": (COLOURS["swap"], "o", "SWAP (after averaging)"),
-    "swa_large_batch": (COLOURS["swa"], "s", "large-batch SWA"),
-    "swa_large_then_small": (COLOURS["swa"], "^", "large-batch, then small-batch SWA"),
-    "swa_small_batch": (COLOURS["swa"], "D", "small-batch SWA"),
-}
-"""Colour, shape and name of what `comparisons/tables.json` has rows of."""
-
-
-def draw_accuracy_against_time(tables: Mapping[str, Any]) -> Drawing | None:
-    """All methods in one picture, from `comparisons/tables.json`; None if nothing has run."""
-    plain, swa = tables["plain_training"]["rows"], tables["swa"]["rows"]
-    found = {}
-    for method in _METHODS:
-        rows, accuracy = (plain, "test_accuracy") if method in plain else (swa, "after_averaging")
-        quantities = rows[method]["quantities"]
-        if quantities[accuracy]["n"] and quantities["training_time"]["n"]:
-            found[method] = (quantities["training_time"], quantities[accuracy])
-    if not found:
-        return None
-    with style():
-        figure = new_figure(8, 4.6)
-        axes = figure.subplots()
-        for method, (time, accuracy) in found.items():
-            colour, shape, name = _METHODS[method]
-            common = [repeat for repeat in time["repeats"] if repeat in accuracy["repeats"]]
-            axes.plot(
-                [time["repeats"][repeat] for repeat in common],
-                [accuracy["repeats"][repeat] for repeat in common],
-                linestyle="none",
-                marker=shape,
-                markersize=4,
-                color=colour,
-                alpha=0.35,
-                markeredgewidth=0,
-                gid=f"repeats-{method}",
-            )
-            bars = axes.errorbar(
-                time["mean"],
-                accuracy["mean"],
-                xerr=time["std"],
-                yerr=accuracy["std"],
-                marker=shape,
-                markersize=9,
-                color=colour,
-                markeredgecolor="white",
-                markeredgewidth=0.8,
-                elinewidth=1.2,
-                linestyle="none",
-                label=name,
-            )
-            name_bars(bars, f"mean-{method}")
-        axes.set_xlabel("training time (s)")
-        axes.set_ylabel("test accuracy (%)")
-        axes.set_xlim(left=0)
-        axes.margins(y=0.12)
-        grid(axes)
-        figure.legend(loc="outside right upper")
-    return Drawing(
-        name="accuracy_time",
-        figure=figure,
-        alt="Test accuracy against training time: "
-        + "; ".join(
-            f"{_METHODS[method][2]} {accuracy['mean']:.2f} % in {time['mean']:.1f} s"
-            for method, (time, accuracy) in found.items()
-        ),
-        columns=("method", "repeat", "training_time", "test_accuracy"),
-        rows=tuple(
-            (method, repeat, seconds, accuracy["repeats"][repeat])
-            for method, (time, accuracy) in found.items()
-            for repeat, seconds in time["repeats"].items()
-            if repeat in accuracy["repeats"]
-        ),
-    )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import DamagedFileError, SwapError
 
 
 @contextlib.contextmanager
@@ -39,6 +41,26 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file to read from. What may never end, or never begin, is an `OSError`: pipes, devices, sockets."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer does not wait
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_plain(path: Path, *, max_bytes: int = 1 << 31) -> bytes:
+    """All bytes of a plain file; more of them than `max_bytes` are an `OSError` too."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+        return file.read()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write sorted, indented JSON atomically."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
@@ -53,10 +75,10 @@ def write_text(path: Path, text: str) -> None:
 def read_json(path: Path) -> Any:
     """Read JSON; a missing or damaged file is a `SwapError` that names it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_plain(path))
     except FileNotFoundError:
         raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
     except OSError as error:
         raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
-        raise SwapError(f"{path} is damaged ({error}): delete it and run `dvc repro`") from None
+        raise DamagedFileError(path, str(error)) from None

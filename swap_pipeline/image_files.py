@@ -6,14 +6,17 @@ Without torch, so that the processes that only decode start quickly.
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from swap_pipeline.environment import project_folder
 from swap_pipeline.errors import SwapError
+from swap_pipeline.files import open_plain, read_plain
 
+# Whatever a file is called, nothing else is tried on it: for EPS, say, Pillow would start another program.
+FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _GREY = ("1", "L", "LA", "I")  # and all that begin with I;16
 
 
@@ -22,7 +25,7 @@ def find_root(root: str) -> Path:
 
     The default, `data/raw`, is there too, but what git ignores is not in it: what counts is where images are.
     """
-    places = [Path(root), Path(os.environ.get("DVC_ROOT", ".")) / root]
+    places = [Path(root), project_folder() / root]
     with_images = (path for path in places if (path / "train").is_dir())
     existing = (path for path in places if path.exists())
     return next(with_images, None) or next(existing, None) or places[0]
@@ -41,8 +44,7 @@ def decode(path: Path, channels: int) -> Image.Image:
 def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
     """The bytes of a file and the image in them; without `channels`, grey files stay grey and all others are RGB."""
     try:
-        with path.open("rb", buffering=0) as file:
-            data = file.read()
+        data = read_plain(path)
     except FileNotFoundError:
         raise SwapError(f"{path} not found") from None
     except OSError as error:
@@ -50,10 +52,10 @@ def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
     if not data:
         raise SwapError(f"{path} cannot be read as an image: the file is empty")
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return data, _converted(image, channels)
     except UnidentifiedImageError:
-        raise SwapError(f"{path} cannot be read as an image: its format is not known to Pillow") from None
+        raise SwapError(f"{path} cannot be read as an image: its format is none of {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's readers raise nearly anything on a damaged file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SwapError(f"{path} cannot be read as an image: {reason}") from None
@@ -62,7 +64,7 @@ def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
 def shape_of(path: Path) -> tuple[int, int, int]:
     """Channels, height and width of an image, from its header alone where that will do."""
     try:
-        with Image.open(path) as image:
+        with open_plain(path) as file, Image.open(file, formats=FORMATS) as image:
             return 1 if _is_grey(image) else 3, image.height, image.width
     except Exception:  # as above; reading all of it says what is wrong
         _, whole = read_image(path, None)

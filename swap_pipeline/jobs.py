@@ -18,8 +18,8 @@ from swap_pipeline.environment import JOB
 from swap_pipeline.files import read_json, write_json
 from swap_pipeline.instances import Instance
 from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE, Display
-from swap_pipeline.ranks import LOST, PARENT, SAID, STOPPED, WORLD
-from swap_pipeline.scratch import JobFolder, Lock, scratch_root
+from swap_pipeline.ranks import LOST, PARENT, SAID, STOPPED, UNEXPECTED, WORLD
+from swap_pipeline.scratch import LAUNCHER_LOCK, JobFolder, Lock, scratch_root
 from swap_pipeline.stopping import STOP_FILE
 
 STDERR_FILE = "stderr.log"
@@ -140,7 +140,7 @@ def load(folder: Path) -> tuple[Job, dict[str, Any]]:
 
 def claim(job: Job, display: Display) -> Lock | None:
     """The right to run a job that is not complete, unless another launcher is at it."""
-    lock = Lock(job.folder.path / "launcher.lock")
+    lock = Lock(job.folder.path / LAUNCHER_LOCK)
     if not lock.try_acquire():
         display.say_once(f"{job.name}: process {lock.holder()} is at this already, waiting for it")
         return None
@@ -195,7 +195,7 @@ def why_incomplete(job: Job, code: int) -> Failure | None:
     said = sorted(folder.glob(f"{SAID}_*.txt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     texts = [text for path in said if (text := path.read_text(encoding="utf-8").strip())]  # none where the disk is full
     if texts:
-        return Failure(texts[0], may_pass=texts[0].startswith("unexpected"))
+        return Failure(texts[0], may_pass=texts[0].startswith(UNEXPECTED))
     if shutil.disk_usage(folder).free < _FULL:
         return Failure(f"{folder}: no space is left on the disk: make room and run `dvc repro` again", may_pass=False)
     if how := _who_was_missing(job):

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
-from swap_pipeline.checkpoint import load_weights
+from swap_pipeline.checkpoint import load_weights, read_point, write_point
 from swap_pipeline.data import Split, View, read_meta
 from swap_pipeline.distributed import Group
 from swap_pipeline.environment import eval_batch_size
 from swap_pipeline.errors import SwapError
-from swap_pipeline.files import read_json, write_json
+from swap_pipeline.files import write_json
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Phase3, Precision
 from swap_pipeline.placement import set_up
@@ -183,7 +183,7 @@ class Prober:
         self._precision: Precision = setting.compute.precision
         self._alone = Group(rank=0, world_size=1, device=group.device)
         train, test = (
-            open_sample(split, count, seed=statistics.seed, setting=setting, group=group, scratch=scratch)
+            open_sample(split, count, seed=setting.seed_of_statistics, setting=setting, group=group, scratch=scratch)
             for split, count in (("train", train_images), ("test", test_images))
         )
         self.num_train, self.num_test = len(train), len(test)
@@ -198,7 +198,7 @@ class Prober:
             lambda: batches_of_rank(
                 train,
                 batch_size=statistics.batch_size,
-                seed=statistics.seed,
+                seed=setting.seed_of_statistics,
                 augment=setting.augment if statistics.augment else None,
                 view=view,
                 group=self._alone,
@@ -251,6 +251,7 @@ def run_landscape_job(
         )
         load_weights(network, swap)  # for buffers that are no statistics
         set_up(network, setting.compute, group)
+        folder.check_inputs()
         files = {LB: lb, **{worker(seed): path for seed, path in list(workers.items())[:3]}, SWAP: swap}
         names = parameter_names(network)
         models = {model: read_vector(path, names).to(group.device) for model, path in files.items()}
@@ -314,7 +315,7 @@ def probe_all(
             table[numbers[key]] = torch.tensor(row, dtype=torch.float64)
     pending = [point for point in points if point.key not in before]
     if before and pending:
-        reporter.done(len(before), f"going on after {len(before)} of {len(points)} points")
+        reporter.done(len(before), f"resuming after {len(before)} of {len(points)} points")
     clock = _Clock(len(before), len(points), reporter)
     piece: dict[str, list[float]] = {}
     last_piece = time.monotonic()
@@ -338,12 +339,12 @@ def probe_all(
 
 def _keep(kept: Path, piece: Mapping[str, list[float]], numbers: Mapping[str, int]) -> None:
     # Named after a point that no other piece has.
-    write_json(kept / f"points_{numbers[next(iter(piece))]:06d}.json", piece)
+    write_point(kept / f"points_{numbers[next(iter(piece))]:06d}.json", piece)
 
 
 def _kept(kept: Path) -> Iterator[tuple[str, list[float]]]:
     for path in sorted(kept.glob("points_*.json")):
-        yield from read_json(path).items()
+        yield from (read_point(path) or {}).items()
 
 
 class _Clock:

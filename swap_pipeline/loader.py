@@ -6,12 +6,17 @@ restart changes anything.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import multiprocessing
+import multiprocessing.queues
 import os
 import random
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,8 @@ MARGIN = 256 / 224
 _GRAIN = 16
 # A random crop's longer side is at most this multiple of its shorter one.
 _LONGEST = 4 / 3
+# Batches come through sockets, whose path in there must not have more than 107 characters.
+_LONGEST_TMPDIR = 70
 _INDEX = {
     "labels": torch.int64,
     "heights": torch.int32,
@@ -186,6 +193,7 @@ class FileImages:
         self._mean, self._std = pixel_scale(meta.mean, device), pixel_scale(meta.std, device)
         self._test_crop = test_crop
         self._plan = _Plan()
+        self._last_words, speaker = multiprocessing.Pipe(duplex=False)
         self._loader = DataLoader(
             reader,
             batch_sampler=self._plan,
@@ -195,7 +203,7 @@ class FileImages:
             pin_memory=device.type == "cuda",
             multiprocessing_context="fork",  # others would import torch again in every loader
             generator=torch.Generator(),
-            worker_init_fn=functools.partial(_end_with, os.getpid()),
+            worker_init_fn=functools.partial(_begin, os.getpid(), speaker),
         )
 
     def __len__(self) -> int:
@@ -259,21 +267,38 @@ class FileImages:
             pixels, labels = (tensor.to(self._device, non_blocking=True) for tensor in batch)
             yield Images(pixels=pixels, labels=labels, mean=self._mean, std=self._std)
 
+    def _said_at_the_end(self) -> str:
+        """By a loader that could not go on."""
+        said = self._last_words.recv_bytes() if self._last_words.poll() else b""
+        return " ".join(said.decode(errors="replace").split())
+
     def _decoded(self) -> Iterator[Any]:
         try:
             yield from self._loader
         except RuntimeError as error:
             if "worker" not in str(error):
                 raise
+            if reason := self._said_at_the_end():
+                raise SwapError(f"a process that decodes images failed: {reason}") from None
             raise SwapError(
                 f"a process that decodes images was ended ({' '.join(str(error).split())}): if memory or /dev/shm is "
                 f"short, set SWAP_LOADERS to less, or give the container more (--shm-size)"
             ) from None
 
 
-def _end_with(rank: int, worker: int) -> None:
-    """A loader that outlived its rank would keep the locks that it inherited."""
-    die_with_parent(rank)
+def _begin(rank: int, speaker: Connection, worker: int) -> None:
+    """First of all in a loader's process."""
+    die_with_parent(rank)  # a loader that outlived its rank would keep the locks that it inherited
+
+    def fail(error: Exception, batch: object) -> None:
+        # Python would only print it and drop the batch, for which the rank would wait without end.
+        with contextlib.suppress(OSError):
+            speaker.send_bytes(f"{type(error).__name__}: {error}".encode(errors="replace")[:1000])
+        os._exit(1)
+
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(fail)  # type: ignore[attr-defined]
+    if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+        tempfile.tempdir = "/tmp"
 
 
 def _as_it_is(batch: Any) -> Any:

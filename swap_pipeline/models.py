@@ -7,21 +7,28 @@ user's own function.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
 
 from swap_pipeline.checkpoint import TensorFile, check_fits, load_weights
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, printable, shown
 from swap_pipeline.libraries import check_known, check_option, has_published_weights, library_network, published_weights
-from swap_pipeline.own_network import cause, import_function, is_own, said_of
+from swap_pipeline.own_network import cause, import_function, in_words, is_own, said_of
 from swap_pipeline.params import Model
 
 
@@ -144,13 +151,14 @@ def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
         )
     if is_own(name) and name != own:
         raise SwapError(
-            f"{path} holds a network that is made by {name}, code that is not part of this package: "
-            f"if you trust it, pass own={name!r} (swap predict --own {name})"
+            f"{path} holds a network that is made by {printable(name)}, code that is not part of this package: "
+            f"if you trust it, pass own={name!r} (swap predict --own {printable(name)})"
         )
     with said_of(path):
         _check(description)
-        _check_size(description, path)
-        network = _build(description, seed=0)
+        with _no_larger_than(path):
+            _check_size(description, path)
+            network = _build(description, seed=0)
     load_weights(network, path)
     return network.eval()
 
@@ -220,14 +228,76 @@ def _check_published(name: str) -> None:
 
 def _check_size(description: Mapping[str, Any], path: Path) -> None:
     """A header must not make us build what its tensors do not fill: compared without memory for either."""
+    layout = TensorFile(path).layout
+    num_values = sum(spec.num_elements for spec in layout.values())
+    for key in ("channels", "num_classes", "width"):
+        if description.get(key, 0) > max(num_values, 3):  # of a grey image torchvision's networks see three channels
+            raise SwapError(f"model.{key} is {shown(description[key])}, but the file has only {num_values:,} weights")
+    if (outline := _outline(description)) is not None:
+        check_fits(outline, path)
+
+
+def _outline(description: Mapping[str, Any]) -> nn.Module | None:
+    """The network without values; None for one of the user's own that cannot be made without."""
+    modes: tuple[contextlib.AbstractContextManager[Any], ...] = (torch.device("meta"), _OnlyWeightsOnMeta())
+    for mode in modes:
+        try:
+            with mode:
+                return _build(description, seed=0)
+        except (SwapError, RuntimeError) as error:
+            # Some compute with tensors while they are made, as RegNets do to find their widths.
+            if "meta tensor" in f"{error} {error.__cause__}":
+                continue
+            if isinstance(error, SwapError):
+                raise
+            raise SwapError(f"model.name is {description['name']!r}, which cannot be made: {in_words(error)}") from None
+    if not is_own(description["name"]):
+        raise SwapError(f"model.name is {description['name']!r}, whose size cannot be told")
+    return None
+
+
+class _OnlyWeightsOnMeta(TorchFunctionMode):
+    """What may be large has no values, all else does."""
+
+    _LARGE = (torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in self._LARGE and given.get("device") is None:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+@contextlib.contextmanager
+def _no_larger_than(path: Path) -> Iterator[None]:
+    """A network that is made in this block, with far more parts than the file has tensors, is not made to its end."""
+    num_tensors = len(TensorFile(path).layout)
+    # Some make more than they keep, or have ten layers without weights for one with; all are made up to three times.
+    left = {"tensors": 10 * num_tensors + 200, "layers": 60 * num_tensors + 2000}
+
+    def count(kind: str, module: nn.Module, name: str, part: object) -> None:
+        left[kind] -= 1
+        if left[kind] < 0:
+            raise _TooManyError
+
+    hooks = [
+        register_module_parameter_registration_hook(partial(count, "tensors")),
+        register_module_buffer_registration_hook(partial(count, "tensors")),
+        register_module_module_registration_hook(partial(count, "layers")),
+    ]
     try:
-        with torch.device("meta"):
-            outline = _build(description, seed=0)
-    except SwapError:
-        raise
-    except Exception:  # some networks (RegNets) compute with their weights when they are made
-        return
-    check_fits(outline, path)
+        yield
+    except _TooManyError:
+        raise SwapError("the network that it describes has far more parts than the file: take another one") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _TooManyError(BaseException):
+    """Not an `Exception`, so that no code of a network or a library handles it."""
 
 
 def _build(description: Mapping[str, Any], *, seed: int) -> nn.Module:

@@ -1,7 +1,8 @@
 """`params.yaml` as frozen, checked objects.
 
-Every knob is declared here once: its name, type, range and meaning. The file holds the values; there are no defaults
-in code, so that what DVC tracks is all there is. Each error names the dotted key, the value found and the way out.
+Every knob is declared here once: its name, type, range, meaning and, unless the file must say it, its default. A
+params file holds what people tune; whatever else is declared here may be added to it. Each error names the dotted key,
+the value found and the way out.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from swap_pipeline.errors import SwapError, shown
+from swap_pipeline.files import open_plain
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 IntByEpoch = int | tuple[tuple[int, int], ...]
@@ -32,28 +34,20 @@ _MAX_VALUES = 20_000
 _MAX_DEPTH = 20
 
 
+Kind = TypeVar("Kind")
 EpochList = tuple[int, ...] | Literal["all"]
 
 
-def knob(doc: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None) -> Any:
-    """Declare a parameter: what it means and which values make sense."""
-    return field(metadata={"doc": doc, "minimum": minimum, "above": above, "maximum": maximum})
-
-
-def optional(
-    doc: str, *, minimum: float | None = None, above: float | None = None, maximum: float | None = None
+def knob(
+    doc: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
 ) -> Any:
-    """Declare a parameter that may be left out, and is None then: not all apply to every network and schedule."""
-    return field(default=None, metadata={"doc": doc, "minimum": minimum, "above": above, "maximum": maximum})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Augment:
-    """Random changes made to every training batch."""
-
-    padding: int = knob("pixels of reflection added on each side before a random crop of the old size", minimum=0)
-    flip: bool = knob("mirror half of the images, left to right")
-    cutout: int = knob("side of a square that is blanked out in every image; 0 for none", minimum=0)
+    """Declare a parameter: what it means, which values make sense, and its value where the file does not mention it."""
+    return field(default=default, metadata={"doc": doc, "minimum": minimum, "above": above, "maximum": maximum})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +56,27 @@ class Data:
 
     name: str = knob("the data set")
     root: str = knob("folder of your own images, or of a data set's official files where there is no network")
-    train_images: int | Literal["all"] = knob("use only so many training images, of all classes alike", minimum=1)
-    max_gb_in_memory: float = knob("images that take more are read from their files, batch by batch", minimum=0)
-    test_crop: Literal["square", "rectangle"] = knob("what is seen of a test image that is read from its file")
-    augment: Augment = knob("changes made to training images")
+    train_images: int | Literal["all"] = knob(
+        "use only so many training images, the same number of each class", default="all", minimum=1
+    )
+    max_gb_in_memory: float = knob(
+        "images that take more are read from their files, batch by batch", default=2.0, minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Random changes made to every training batch, and how test images are cropped."""
+
+    padding: int = knob(
+        "pixels of reflection added on each side before a random crop of the old size", default=0, minimum=0
+    )
+    flip: bool = knob("mirror half of the images, left to right", default=True)
+    cutout: int = knob("side of a square that is blanked out in every image; 0 for none", default=0, minimum=0)
+    test_crop: Literal["square", "rectangle"] = knob(
+        "test images read from files: a square from the middle, or a rectangle in the image's own shape",
+        default="square",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,32 +84,42 @@ class Model:
     """The network."""
 
     name: str = knob("resnet9, torchvision:<name>, timm:<name> or package.module:function")
-    width: int | None = optional("channels of the first layer; the paper's ResNet-9 has 64", minimum=1)
-    options: dict[str, Any] | None = optional("further arguments for the function that makes the network")
-    pretrained: bool = knob("start phase 1 from published weights")
-    zero_init_last_gamma: bool = knob("each residual block starts as the identity: its last norm layer scales by 0")
+    width: int | None = knob("channels of the first layer; the paper's ResNet-9 has 64", default=None, minimum=1)
+    options: dict[str, Any] | None = knob("further arguments for the function that makes the network", default=None)
+    pretrained: bool = knob("start phase 1 from published weights", default=False)
+    zero_init_last_gamma: bool = knob(
+        "each residual block starts as the identity: its last norm layer scales by 0", default=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """SGD, the same in both phases."""
 
-    momentum: float = knob("momentum", minimum=0, maximum=1)
-    nesterov: bool = knob("Nesterov's variant of momentum")
-    weight_decay: float = knob("L2 penalty, added to the gradient", minimum=0)
-    decay_norms: bool = knob("weight decay also on the scales and shifts of norm layers")
-    decay_biases: bool = knob("weight decay also on the biases of other layers")
-    label_smoothing: float = knob("probability mass moved from the true class to all classes", minimum=0, maximum=1)
+    momentum: float = knob("momentum", default=0.9, minimum=0, maximum=1)
+    nesterov: bool = knob("Nesterov's variant of momentum", default=True)
+    weight_decay: float = knob("L2 penalty, added to the gradient", default=5e-4, minimum=0)
+    decay_norms: bool = knob("weight decay also on the scales and shifts of norm layers", default=True)
+    decay_biases: bool = knob("weight decay also on the biases of other layers", default=True)
+    label_smoothing: float = knob(
+        "probability mass moved from the true class to all classes", default=0.0, minimum=0, maximum=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
     """How numbers are computed, where that can change them."""
 
-    precision: Precision = knob("of forward and backward passes; weights are fp32")
-    channels_last: bool = knob("memory layout of images and weights; usually the faster one")
-    compile: bool = knob("compile the network with torch.compile before training")
-    deterministic: bool = knob("only algorithms that give the same bytes each time, also on GPUs, where it costs speed")
+    precision: Precision = knob(
+        "of forward and backward passes (weights are fp32); auto: bf16 on GPUs that have it, fp16 on other GPUs, "
+        "fp32 on CPU",
+        default="auto",
+    )
+    channels_last: bool = knob("memory layout of images and weights; usually the faster one", default=True)
+    compile: bool = knob("compile the network with torch.compile before training", default=False)
+    deterministic: bool = knob(
+        "only algorithms that give the same bytes each time, also on GPUs, where it costs speed", default=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +127,30 @@ class Schedule:
     """Batch size, learning rate and image size over the epochs of a run."""
 
     batch_size: IntByEpoch = knob("images per step, over all devices of the run together", minimum=1)
-    peak_lr: float | None = optional("highest learning rate", above=0)
-    warmup_epochs: float | None = optional("epochs of linear rise from 0 to the peak", minimum=0)
-    lr_knots: Knots | None = optional("the learning rate by epoch, instead of peak_lr and warmup_epochs", minimum=0)
-    image_size: IntByEpoch | None = optional("side in pixels to which images read from files are brought", minimum=1)
-    min_scale: FloatByEpoch | None = optional(
-        "images read from files: a random crop of at least this share of the area", above=0, maximum=1
+    shards: int = knob(
+        "equal parts of a batch, each normalised on its own (batch norm); at most so many devices share the run",
+        default=1,
+        minimum=1,
+        maximum=1 << 16,
+    )
+    peak_lr: float | None = knob("highest learning rate", default=None, above=0)
+    warmup_epochs: float | None = knob(
+        "epochs of linear rise from 0 to the peak; none if left out", default=None, minimum=0
+    )
+    lr_knots: Knots | None = knob(
+        "the learning rate by epoch, instead of peak_lr and warmup_epochs", default=None, minimum=0
+    )
+    image_size: IntByEpoch | None = knob(
+        "side in pixels to which images read from files are resized", default=None, minimum=1
+    )
+    min_scale: FloatByEpoch | None = knob(
+        "images read from files: a random crop of at least this share of the area", default=None, above=0, maximum=1
+    )
+    ema_decay: float | None = knob(
+        "keep an exponential mean of the weights, by step, with this decay (0.99, for example); the mean is the result",
+        default=None,
+        above=0,
+        maximum=1 - 1e-9,
     )
 
 
@@ -121,41 +160,32 @@ class Phase1(Schedule):
 
     max_epochs: int = knob("the learning rate falls to 0 at the end of this many epochs", minimum=1)
     stop_accuracy: float = knob(
-        "training accuracy in percent that ends the phase once passed; 100 for never", minimum=0, maximum=100
+        "training accuracy in percent that ends the phase once passed (τ); 100 for never",
+        default=100.0,
+        minimum=0,
+        maximum=100,
     )
-    seed: int = knob("initial weights, data order and augmentation", minimum=0, maximum=2**63 - 1)
-    keep_epochs: EpochList = knob("epochs whose models are kept beside the last, as far as it gets; or all", minimum=1)
+    keep_epochs: EpochList = knob(
+        "epochs whose models are kept beside the last, for the analysis; a list, or all", default=(), minimum=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase2(Schedule):
-    """Small batches, one independent worker a seed."""
+    """Small batches, one independent worker for each seed."""
 
-    epochs: int = knob("length of the phase", minimum=1)
+    epochs: int = knob("length of the phase; 0: no phase 2, the model is phase 1's", minimum=0)
     cycles: int = knob(
         "equal parts of the phase, each ending in a model and, unless lr_knots say otherwise, from the peak down",
+        default=1,
         minimum=1,
     )
-    first_epoch: int | None = optional("what the knots call the first epoch of this phase; 0 if left out", minimum=0)
-    gpus_per_worker: int = knob("GPUs that train one worker together", minimum=1)
-    keep_epochs: EpochList = knob("epochs after which the workers' models are kept and averaged too; or all", minimum=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Baseline(Schedule):
-    """Plain training, to compare with."""
-
-    epochs: int = knob("length of the run", minimum=1)
-    gpus: int = knob("GPUs that train it together, or as many as there are", minimum=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Swa:
-    """SWA, to compare with: one model after another, each at the end of a cycle of the learning rate."""
-
-    peak_lr: float = knob("learning rate at the beginning of a cycle, from which it falls to 0", above=0)
-    models: int | None = optional("how many to sample and average; if left out, as many as SWAP averages", minimum=1)
-    cycle_epochs: int | None = optional("epochs a model; if left out, as many as SWAP's workers take", minimum=1)
+    first_epoch: int = knob("what the knots call the first epoch of this phase", default=0, minimum=0)
+    keep_epochs: EpochList = knob(
+        "epochs after which the workers' models are kept and their average tested; a list, or all",
+        default=(),
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,22 +199,11 @@ class Workers:
 class Phase3:
     """The average's batch-norm statistics."""
 
-    batch_size: int = knob("images in one batch of the statistics pass, always on one device", minimum=2)
-    augment: bool = knob("pass augmented images, as seen in training, instead of plain ones")
-    variance: Literal["pooled", "batch_mean"] = knob("variance over all samples, or mean of the batches' variances")
-    seed: int = knob("order and augmentation of the pass", minimum=0, maximum=2**63 - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Analysis:
-    """What is computed of a finished run, and how finely."""
-
-    grid: int = knob("points along each side of a landscape", minimum=2)
-    margin: float = knob("how far a landscape reaches beyond its marked points, as a share of their extent", minimum=0)
-    train_images: int | Literal["all"] = knob("for statistics and training error at each point", minimum=2)
-    test_images: int | Literal["all"] = knob("for the test error at each point", minimum=1)
-    gradient_images: int | Literal["all"] = knob("for the gradient whose direction is looked at", minimum=2)
-    subsets: int = knob("at most so many choices of k workers are averaged and tested, for every k", minimum=1)
+    batch_size: int = knob("images in one batch of the statistics pass, always on one device", default=500, minimum=2)
+    augment: bool = knob("pass augmented images, as seen in training, instead of plain ones", default=False)
+    variance: Literal["pooled", "batch_mean"] = knob(
+        "variance over all samples, or mean of the batches' variances", default="pooled"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +211,12 @@ class Params:
     """The whole of `params.yaml`."""
 
     recipe: str = knob("the file in recipes/ that this one came from; or a name of your own")
+    method: str = knob("a label for tables and reports: what kind of training this is", default="swap")
+    seed: int = knob(
+        "initial weights, data order and augmentation; another seed is another repeat", minimum=0, maximum=2**63 - 1
+    )
     data: Data
+    augment: Augment
     model: Model
     optimizer: Optimizer
     compute: Compute
@@ -200,54 +224,59 @@ class Params:
     phase2: Phase2
     workers: Workers
     phase3: Phase3
-    repeats: tuple[int, ...] = knob(
-        "the comparisons' further runs, each with other weights and another order of the data",
-        minimum=0,
-        maximum=2**63 - 1,
-    )
-    small_batch: Baseline | None = optional("plain training with small batches")
-    large_batch: Baseline | None = optional("plain training with large batches")
-    swa_large_batch: Swa | None = optional("SWA after and with large batches")
-    swa_large_then_small: Swa | None = optional("SWA with small batches after phase 1")
-    swa_small_batch: Swa | None = optional("SWA after and with small batches")
-    analysis: Analysis | None = optional("landscapes, directions and choices of workers")
 
 
 def read_params(path: Path = Path("params.yaml")) -> Params:
     """Read and check a params file; a `SwapError` tells everything that is wrong with the first bad entry."""
+    return parse_params(read_tree(path), file=str(path))
+
+
+def read_tree(path: Path) -> Any:
+    """What a params file says, not checked yet."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
-        content = path.read_bytes()
+        with open_plain(path) as file:
+            content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise SwapError(f"{path} not found: run this from the project's root folder") from None
     except OSError as error:
         raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
     if len(content) > _MAX_BYTES:
-        raise SwapError(f"{path} has {len(content):,} bytes, too many for a params file: take one from recipes/")
+        raise SwapError(
+            f"{path} has more than {_MAX_BYTES:,} bytes, too many for a params file: take one from recipes/"
+        )
     try:
         # YAML 1.2, as DVC reads it: PyYAML would make a string of `1e-3`.
-        tree = YAML(typ="safe", pure=True).load(content.decode())
+        return YAML(typ="safe", pure=True).load(content.decode())
     except (YAMLError, UnicodeDecodeError) as error:
         what = " ".join(str(error).split())
         raise SwapError(f"{path} is not valid YAML: {what[:400]}") from None
     except Exception as error:  # the reader lets through what its parts raise: dates that are none, deep nesting
         what = " ".join(str(error).split())
         raise SwapError(f"{path} is not valid YAML: {type(error).__name__}: {what[:400]}") from None
-    return parse_params(tree, file=str(path))
 
 
 def parse_params(tree: Any, *, file: str = "params.yaml") -> Params:
     """Check a nested dict, as read from `file`, and give it its types."""
+    params = parse_as(Params, tree, file=file)
     try:
-        _check_extent(tree)
-        params = _parse(Params, tree, key="")
         _check_together(params)
     except SwapError as error:
         raise SwapError(f"{file}: {error}") from None
-    assert isinstance(params, Params)
     return params
+
+
+def parse_as(kind: type[Kind], tree: Any, *, file: str) -> Kind:
+    """Check each entry of a nested dict, as read from `file`, by what `kind` declares."""
+    try:
+        _check_extent(tree)
+        parsed = _parse(kind, tree, key="")
+    except SwapError as error:
+        raise SwapError(f"{file}: {error}") from None
+    assert isinstance(parsed, kind)
+    return parsed
 
 
 def _check_extent(tree: Any) -> None:
@@ -269,12 +298,6 @@ def _check_together(params: Params) -> None:
     """Rules that involve more than one entry."""
     _check_schedule("phase1", params.phase1, epochs=params.phase1.max_epochs, length="max_epochs")
     _check_schedule("phase2", params.phase2, epochs=params.phase2.epochs, cycles=params.phase2.cycles)
-    for name, baseline in (("small_batch", params.small_batch), ("large_batch", params.large_batch)):
-        if baseline is not None:
-            _check_schedule(name, baseline, epochs=baseline.epochs)
-    for name, start in (("swa_large_batch", "large_batch"), ("swa_small_batch", "small_batch")):
-        if getattr(params, name) is not None and getattr(params, start) is None:
-            raise SwapError(f"{name} starts from {start}, which is missing: add that section, or remove this one too")
     if params.model.pretrained and params.model.zero_init_last_gamma:
         raise SwapError(
             "model.zero_init_last_gamma has no effect on published weights (model.pretrained): set it to false"
@@ -286,17 +309,10 @@ def _check_together(params: Params) -> None:
         raise SwapError("optimizer.nesterov is true but optimizer.momentum is 0: set a momentum or nesterov: false")
     if not params.workers.seeds:
         raise SwapError("workers.seeds is empty: list at least one seed, for example [0, 1, 2, 3]")
-    _check_distinct("workers.seeds", params.workers.seeds)
-    _check_distinct("repeats", params.repeats)
-    if 0 in params.repeats:
-        raise SwapError("repeats lists 0, but that is the plain pipeline, which always takes part: leave it out")
-
-
-def _check_distinct(key: str, seeds: tuple[int, ...]) -> None:
-    twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+    twice = sorted({seed for seed in params.workers.seeds if params.workers.seeds.count(seed) > 1})
     if twice:
         raise SwapError(
-            f"{key} lists {', '.join(map(str, twice))} more than once: "
+            f"workers.seeds lists {', '.join(map(str, twice))} more than once: "
             f"equal seeds give equal models, so list each one once"
         )
 
@@ -306,9 +322,8 @@ _BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")
 
 def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "epochs", cycles: int = 1) -> None:
     if given.lr_knots is None:
-        for entry in ("peak_lr", "warmup_epochs"):
-            if getattr(given, entry) is None:
-                raise SwapError(f"{name}.{entry} is missing: add it, or the whole course as {name}.lr_knots")
+        if given.peak_lr is None:
+            raise SwapError(f"{name}.peak_lr is missing: add it, or the whole course as {name}.lr_knots")
     else:
         idle = [f"{name}.{entry}" for entry in ("peak_lr", "warmup_epochs") if getattr(given, entry) is not None]
         if idle:
@@ -316,6 +331,18 @@ def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "e
             raise SwapError(
                 f"{' and '.join(idle)} {have} no effect beside {name}.lr_knots: remove the one or the other"
             )
+    sizes = [given.batch_size] if isinstance(given.batch_size, int) else [size for _, size in given.batch_size]
+    for size in sizes:
+        if size % given.shards:
+            best = max(n for n in range(1, given.shards + 1) if all(size % n == 0 for size in sizes))
+            raise SwapError(
+                f"{name}.batch_size is {size}, which {given.shards} shards cannot share equally: "
+                f"choose a multiple of {given.shards}, or set {name}.shards to {best}"
+            )
+    if epochs == 0:
+        if cycles > 1:
+            raise SwapError(f"{name}.cycles is {cycles}, but {name}.epochs is 0: set cycles to 1")
+        return
     if epochs % cycles:
         raise SwapError(f"{name}.cycles is {cycles}, which does not divide {name}.{length} ({epochs}) into equal parts")
     if given.warmup_epochs is not None and given.warmup_epochs > epochs / cycles:
@@ -326,7 +353,7 @@ def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "e
     if given.min_scale is not None and given.image_size is None:
         raise SwapError(f"{name}.min_scale has no effect without {name}.image_size: add that, or remove it")
     by_epoch = [entry for entry in _BY_EPOCH if isinstance(getattr(given, entry), tuple)]
-    first = given.first_epoch or 0 if isinstance(given, Phase2) else 0
+    first = given.first_epoch if isinstance(given, Phase2) else 0
     if first and not by_epoch:
         raise SwapError(f"{name}.first_epoch has no effect where nothing is given by epoch: remove it")
     for entry in by_epoch:
@@ -457,16 +484,3 @@ def _is_number(value: Any) -> bool:
 def _closest(name: Any, known: Any) -> str:
     matches = difflib.get_close_matches(str(name), list(known), n=1)
     return f": did you mean {matches[0]}?" if matches else f" (known: {', '.join(known)})"
-
-
-def check_divisible(key: str, batch_size: IntByEpoch, processes: int, *, remedy: str) -> None:
-    """A global batch is shared equally by the processes; `remedy` tells what else could be changed."""
-    sizes = [batch_size] if isinstance(batch_size, int) else [size for _, size in batch_size]
-    for size in sizes:
-        if size % processes == 0:
-            continue
-        best = max(n for n in range(1, processes + 1) if all(size % n == 0 for size in sizes))
-        raise SwapError(
-            f"params.yaml: {key} is {size}, which {processes} processes cannot share equally: "
-            f"choose a multiple of {processes}, or {remedy} {best}"
-        )

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swap_pipeline.data import steps_per_epoch
+from swap_pipeline.devices import Share
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import SWA_STARTS
-from swap_pipeline.params import Baseline, Params, Schedule, check_divisible
+from swap_pipeline.params import Params, Schedule
 from swap_pipeline.schedules import PiecewiseLinear, Steps, by_epoch, learning_rate_of, models_of_cycles, models_to_keep
 
 Size = tuple[int, int]
 """height and width of an image in pixels"""
 
-# With fewer images than this on a device, batch norm's mean and variance are noisy.
+# With fewer images than this in a shard, batch norm's mean and variance are noisy.
 _FEW_IMAGES = 16
 
 
@@ -71,14 +71,11 @@ class Devices:
     kind: str
     """`GPU` or `CPU core`"""
     count: int
-    processes: int
-    """ranks of phases 1 and 3, which share a batch"""
-    in_use: int
-    """devices that those ranks have together: a GPU each, or a share of the CPU cores"""
+    phase1: Share
+    """of phases 1 and 3"""
+    worker: Share
     max_workers: int | None
     """so many workers of phase 2 at once, if that is limited"""
-    given: bool
-    """asked for with --gpus, instead of found in this machine"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,7 @@ class Stretch:
     first_rate: float
     last_rate: float
     batch_size: int
-    batch_per_device: int
+    batch_per_shard: int
     image_size: Size
     steps: int
     samples: int
@@ -114,7 +111,10 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsPlan:
-    """Phase 3: the mean of all models, then one forward pass over the training images."""
+    """Phase 3: the mean of all models, then one forward pass over the training images.
+
+    A single model stays as it is, unless it is a mean of weights itself (`ema_decay`).
+    """
 
     processes: int
     devices: int
@@ -145,21 +145,14 @@ class Plan:
     may_end_early: bool
     """phase 1 is planned for all of its epochs, but ends when its training accuracy passes τ"""
     phase3: StatisticsPlan
-    small_batch: RunPlan | None
-    large_batch: RunPlan | None
     memory_bytes: int
-    """a device's weights, gradients and momentum, without activations"""
+    """a device's weights, with their mean if there is one, gradients and momentum, without activations"""
     checkpoint_bytes: int
     num_checkpoints: int
     num_kept: int
     """models kept on the way, for the analysis"""
     snapshot_bytes: int
     notes: tuple[str, ...]
-
-    @property
-    def baselines(self) -> tuple[RunPlan, ...]:
-        """Those that params have a section for."""
-        return tuple(run for run in (self.small_batch, self.large_batch) if run is not None)
 
     @property
     def flops(self) -> int:
@@ -169,68 +162,40 @@ class Plan:
 
 def image_sizes(params: Params, data: DataFacts) -> tuple[Size, ...]:
     """All sizes that occur, the first of phase 1 first."""
-    runs: dict[str, Schedule | None] = {
-        "phase1": params.phase1,
-        "phase2": params.phase2,
-        "small_batch": params.small_batch,
-        "large_batch": params.large_batch,
-    }
-    sizes = [
-        _square(side, data)
-        for section, given in runs.items()
-        if given is not None
-        for side in _sides_of(section, given, data).values
-    ]
+    runs: dict[str, Schedule] = {"phase1": params.phase1, "phase2": params.phase2}
+    sizes = [_square(side, data) for section, given in runs.items() for side in _sides_of(section, given, data).values]
     return tuple(dict.fromkeys(sizes))
 
 
 def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices: Devices) -> Plan:
-    """Plan all phases and the baselines; what cannot work is a `SwapError`."""
-    check_divisible(
-        "phase1.batch_size",
-        params.phase1.batch_size,
-        devices.processes,
-        remedy="plan with --gpus" if devices.given else "set SWAP_NPROC to",
-    )
+    """Plan all phases; what cannot work is a `SwapError`."""
     phase1 = _plan_run(
-        "phase1",
-        params.phase1,
-        epochs=params.phase1.max_epochs,
-        processes=devices.processes,
-        devices=devices.in_use,
-        data=data,
-        network=network,
+        "phase1", params.phase1, epochs=params.phase1.max_epochs, share=devices.phase1, data=data, network=network
     )
-    gpus = params.phase2.gpus_per_worker
-    check_divisible("phase2.batch_size", params.phase2.batch_size, gpus, remedy="set phase2.gpus_per_worker to")
-    if gpus > devices.count:
-        what = f"{'the plan' if devices.given else 'this machine'} has {counted(devices.count, devices.kind)}"
-        raise SwapError(f"phase2.gpus_per_worker is {gpus}, but {what}: lower it, or plan for more with --gpus")
     worker = _plan_run(
         "phase2",
         params.phase2,
         epochs=params.phase2.epochs,
         cycles=params.phase2.cycles,
-        first_epoch=params.phase2.first_epoch or 0,
-        processes=gpus,
-        devices=gpus,
+        first_epoch=params.phase2.first_epoch,
+        share=devices.worker,
         data=data,
         network=network,
     )
     num_workers = len(params.workers.seeds)
-    slots = min(devices.count // gpus, devices.max_workers or devices.count, num_workers)
+    trained_last = params.phase2 if params.phase2.epochs else params.phase1
+    slots = min(devices.count // worker.devices, devices.max_workers or devices.count, num_workers)
     phase3 = _plan_statistics(
         batch_size=params.phase3.batch_size,
         num_models=num_workers * params.phase2.cycles,
-        image_size=worker.stretches[-1].image_size,
+        are_means=trained_last.ema_decay is not None,
+        image_size=(worker.stretches or phase1.stretches)[-1].image_size,
         data=data,
         network=network,
         devices=devices,
     )
-    small_batch = _plan_baseline("small_batch", params.small_batch, data=data, network=network)
-    large_batch = _plan_baseline("large_batch", params.large_batch, data=data, network=network)
-    baselines = tuple(run for run in (small_batch, large_batch) if run is not None)
     momentum_bytes = network.gradient_bytes if params.optimizer.momentum else 0
+    mean_bytes = network.state_bytes if params.phase1.ema_decay or params.phase2.ema_decay else 0
     return Plan(
         data=data,
         network=network,
@@ -242,23 +207,20 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         rounds=math.ceil(num_workers / slots),
         may_end_early=params.phase1.stop_accuracy < 100,
         phase3=phase3,
-        small_batch=small_batch,
-        large_batch=large_batch,
-        memory_bytes=network.state_bytes + network.gradient_bytes + momentum_bytes,
+        memory_bytes=network.state_bytes + network.gradient_bytes + momentum_bytes + mean_bytes,
         checkpoint_bytes=network.state_bytes,
         num_checkpoints=1 + phase3.num_models + 1,
         num_kept=_num_kept(params),
-        snapshot_bytes=network.state_bytes + momentum_bytes,
-        notes=(
-            *_notes(
-                (phase1, worker, *baselines),
+        snapshot_bytes=network.state_bytes + momentum_bytes + mean_bytes,
+        notes=tuple(
+            _notes(
+                (phase1, worker),
                 network=network,
                 devices=devices,
                 num_workers=num_workers,
                 slots=slots,
                 stop_accuracy=params.phase1.stop_accuracy,
-            ),
-            *_note_of_comparisons(params, phase1=phase1, worker=worker, baselines=baselines, num_train=data.num_train),
+            )
         ),
     )
 
@@ -271,15 +233,6 @@ def _num_kept(params: Params) -> int:
     return len(of_phase1) + len(params.workers.seeds) * len(of_worker - ends)
 
 
-def _plan_baseline(section: str, given: Baseline | None, *, data: DataFacts, network: NetworkFacts) -> RunPlan | None:
-    if given is None:
-        return None
-    check_divisible(f"{section}.batch_size", given.batch_size, given.gpus, remedy=f"set {section}.gpus to")
-    return _plan_run(
-        section, given, epochs=given.epochs, processes=given.gpus, devices=given.gpus, data=data, network=network
-    )
-
-
 def _plan_run(
     section: str,
     given: Schedule,
@@ -287,8 +240,7 @@ def _plan_run(
     epochs: int,
     cycles: int = 1,
     first_epoch: int = 0,
-    processes: int,
-    devices: int,
+    share: Share,
     data: DataFacts,
     network: NetworkFacts,
 ) -> RunPlan:
@@ -302,10 +254,8 @@ def _plan_run(
         batch_size = batch_sizes(first)
         per_epoch = steps_per_epoch(data.num_train, batch_size)
         if per_epoch == 0:
-            remedy = f", or remove {section} if no comparison is wanted" if isinstance(given, Baseline) else ""
             raise SwapError(
                 f"{section}.batch_size is {batch_size}, more than the {data.num_train:,} training images: lower it"
-                f"{remedy}"
             )
         steps = _steps_before(last, per_epoch) - _steps_before(first, per_epoch)
         stretches.append(
@@ -315,7 +265,7 @@ def _plan_run(
                 first_rate=rate(first),
                 last_rate=_rate_towards(rate, last),
                 batch_size=batch_size,
-                batch_per_device=batch_size // processes,
+                batch_per_shard=batch_size // given.shards,
                 image_size=_square(sides(first), data),
                 steps=steps,
                 samples=steps * batch_size,
@@ -323,13 +273,13 @@ def _plan_run(
         )
     return RunPlan(
         section=section,
-        processes=processes,
-        devices=devices,
+        processes=share.processes,
+        devices=share.num_devices,
         epochs=epochs,
         steps=sum(stretch.steps for stretch in stretches),
         samples=sum(stretch.samples for stretch in stretches),
         flops=sum(stretch.samples * network.flops[stretch.image_size].training for stretch in stretches),
-        exchanged_bytes=ring_all_reduce_bytes(network.gradient_bytes, processes),
+        exchanged_bytes=ring_all_reduce_bytes(network.gradient_bytes, share.processes),
         stretches=tuple(stretches),
     )
 
@@ -375,22 +325,23 @@ def _plan_statistics(
     *,
     batch_size: int,
     num_models: int,
+    are_means: bool,
     image_size: Size,
     data: DataFacts,
     network: NetworkFacts,
     devices: Devices,
 ) -> StatisticsPlan:
-    samples = data.num_train if network.num_batch_norms else 0
+    samples = data.num_train if network.num_batch_norms and (num_models > 1 or are_means) else 0
     batches = math.ceil(samples / batch_size)
     if batches > 1 and samples % batch_size == 1:
         batches -= 1  # one image has no variance: it joins the batch before it
     return StatisticsPlan(
-        processes=devices.processes,
-        devices=devices.in_use,
+        processes=devices.phase1.processes,
+        devices=devices.phase1.num_devices,
         num_models=num_models,
         batches=batches,
         samples=samples,
-        samples_of_busiest=min(samples, math.ceil(batches / devices.processes) * batch_size),
+        samples_of_busiest=min(samples, math.ceil(batches / devices.phase1.processes) * batch_size),
         flops=samples * network.flops[image_size].forward,
         image_size=image_size,
     )
@@ -411,53 +362,25 @@ def _notes(
             f"phase 1 is planned for all of its epochs; it ends earlier, after the first one whose training accuracy "
             f"passes {stop_accuracy:g} %"
         )
-    if slots < num_workers:
+    worker = runs[1]
+    if worker.epochs and slots < num_workers:
         notes.append(
             f"{num_workers} workers share {counted(slots, 'slot')}: they train in "
             f"{counted(math.ceil(num_workers / slots), 'round')}, one after another"
         )
-    idle = devices.count - slots * runs[1].devices
-    if idle:
+    idle = devices.count - slots * worker.devices
+    if worker.epochs and idle:
         notes.append(f"phase 2 leaves {idle} of {counted(devices.count, devices.kind)} idle")
     for run in runs if network.num_batch_norms else ():
-        smallest = min(stretch.batch_per_device for stretch in run.stretches)
+        smallest = min((stretch.batch_per_shard for stretch in run.stretches), default=_FEW_IMAGES)
         if smallest < _FEW_IMAGES:
             notes.append(
-                f"{run.section}: {counted(smallest, 'image')} a device are few for batch norm, whose statistics are "
-                f"of each device alone; take larger batches or fewer devices"
+                f"{run.section}: {counted(smallest, 'image')} a shard are few for batch norm, which normalises each "
+                f"shard on its own; take larger batches or fewer shards"
             )
     if not network.num_batch_norms:
         notes.append("the network has no batch norm: phase 3 averages and has no statistics to compute")
-    for run in runs[2:]:
-        if run.devices > devices.count:
-            notes.append(
-                f"{run.section} is planned for its {run.devices} devices; on the {devices.count} here it takes longer"
-            )
     return notes
-
-
-def _note_of_comparisons(
-    params: Params, *, phase1: RunPlan, worker: RunPlan, baselines: tuple[RunPlan, ...], num_train: int
-) -> list[str]:
-    """What `dvc repro comparisons/dvc.yaml` trains: all that SWAP is compared with, and in a repeat SWAP too."""
-    num_workers, cycles = len(params.workers.seeds), params.phase2.cycles
-    samples = [run.samples for run in baselines]
-    goes_on_with = {"phase1": worker, **{run.section: run for run in baselines}}
-    for method, start in SWA_STARTS.items():
-        swa = getattr(params, method)
-        if swa is not None and start in goes_on_with:
-            epochs = (swa.models or num_workers * cycles) * (swa.cycle_epochs or params.phase2.epochs // cycles)
-            batch_size = goes_on_with[start].stretches[-1].batch_size
-            samples.append(epochs * steps_per_epoch(num_train, batch_size) * batch_size)
-    repeats = len(params.repeats)
-    again = len(samples) + 1 + num_workers
-    num_runs = len(samples) + repeats * again
-    if num_runs == 0:
-        return []
-    further = f" and {again} in each of {counted(repeats, 'repeat')}, {num_runs} in all" if repeats else ""
-    num_samples = sum(samples) + repeats * (sum(samples) + phase1.samples + num_workers * worker.samples)
-    runs = f"{counted(len(samples), 'training run')}{further}"
-    return [f"dvc repro comparisons/dvc.yaml adds {runs}, with {num_samples:,} samples"]
 
 
 def counted(count: int, thing: str) -> str:

@@ -15,13 +15,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
-from swap_pipeline import environment, launch
+from swap_pipeline import environment
 from swap_pipeline.datasets import FACTS, TEST_FOLDERS, unknown
+from swap_pipeline.devices import share_of_phase1, share_of_worker, this_machine
 from swap_pipeline.errors import SwapError
 from swap_pipeline.image_files import find_root, shape_of
 from swap_pipeline.image_folders import Tree, scan
+from swap_pipeline.jobs import Machine
 from swap_pipeline.models import describe_network, new_network
-from swap_pipeline.params import Data, Model
+from swap_pipeline.params import Data, Model, Params
 from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Size
 
 # Batch norm needs more than one value for each channel, also where the image has shrunk to a single pixel.
@@ -84,24 +86,26 @@ def _limited(facts: DataFacts, data: Data) -> DataFacts:
     return dataclasses.replace(facts, num_train=data.train_images)
 
 
-def planned_devices(num_gpus: int) -> Devices:
+def planned_devices(params: Params, num_gpus: int) -> Devices:
     """So many GPUs, wherever they may be."""
-    return Devices(kind="GPU", count=num_gpus, processes=num_gpus, in_use=num_gpus, max_workers=None, given=True)
+    machine = Machine(device_type="cuda", devices=tuple(map(str, range(num_gpus))), cores=num_gpus)
+    return _devices(params, machine, at_most=None, max_workers=None)
 
 
-def devices_here() -> Devices:
-    """What `dvc repro` would use on this machine, as `launch` decides it."""
-    machine = launch.this_machine()
-    on_gpus = machine.device_type == "cuda"
-    processes = launch.num_ranks(machine)
-    threads = launch.threads_of_ranks(machine, processes)
+def devices_here(params: Params) -> Devices:
+    """What `dvc repro` would use on this machine."""
+    machine = this_machine()
+    max_workers = environment.max_workers_at_once(default=machine.num_devices)
+    return _devices(params, machine, at_most=environment.num_processes(), max_workers=max_workers)
+
+
+def _devices(params: Params, machine: Machine, *, at_most: int | None, max_workers: int | None) -> Devices:
     return Devices(
-        kind="GPU" if on_gpus else "CPU core",
+        kind="GPU" if machine.device_type == "cuda" else "CPU core",
         count=machine.num_devices,
-        processes=processes,
-        in_use=processes if on_gpus else min(machine.num_devices, processes * threads),
-        max_workers=environment.max_workers_at_once(default=machine.num_devices),
-        given=False,
+        phase1=share_of_phase1(machine, shards=params.phase1.shards, at_most=at_most),
+        worker=share_of_worker(machine, shards=params.phase2.shards),
+        max_workers=max_workers,
     )
 
 

@@ -23,13 +23,13 @@ def check_format(path: Path) -> str:
 
 
 def draw(plan: Plan, path: Path, *, title: str) -> None:
-    """Write the picture; phase 2 begins where phase 1 ends at the latest."""
+    """Write the picture; phase 2, if there is one, begins where phase 1 ends at the latest."""
     kind = check_format(path)
     courses = [
         _course(plan.phase1, "phase 1, at most" if plan.may_end_early else "phase 1"),
-        _course(plan.worker, f"phase 2, W = {plan.num_workers}").later(plan.phase1.epochs),
-        *(_course(run, run.section.replace("_", " ")) for run in plan.baselines),
     ]
+    if plan.worker.epochs:
+        courses.append(_course(plan.worker, f"phase 2, W = {plan.num_workers}").later(plan.phase1.epochs))
     picture = picture_bytes(draw_schedules(courses, title=title).figure, kind)
     try:
         with atomic_write(path) as file:

@@ -10,33 +10,29 @@ from typing import Any
 
 from swap_pipeline.durations import duration
 from swap_pipeline.plan import Plan, RunPlan, Size, counted
-from swap_pipeline.plan_commands import text_of_commands
 from swap_pipeline.plan_scaling import Scaling, text_of_time
 from swap_pipeline.plan_times import Expected, Forecast, Throughput, Times
 
 _WIDTH = 80
 _NO_BREAK = "\xa0"  # between a number and its unit, until lines are broken
 _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-_NAMES = {"phase1": "phase 1", "phase2": "phase 2", "small_batch": "small batch", "large_batch": "large batch"}
+_NAMES = {"phase1": "phase 1", "phase2": "phase 2"}
 
 
 def json_of(forecast: Forecast) -> str:
-    """All numbers, with the names that they have in code; without what params have no section for."""
+    """All numbers, with the names that they have in code."""
     plan = forecast.plan
     network = {
         **_fields(plan.network),
         "flops": {_pixels(size): dataclasses.asdict(flops) for size, flops in plan.network.flops.items()},
     }
-    parts = {name: _plain(value) for name, value in _fields(plan).items() if name != "network" and value is not None}
-    times = {name: _plain(value) for name, value in _fields(forecast.times).items() if value is not None}
     tree = {
-        **parts,
+        **{name: _plain(value) for name, value in _fields(plan).items() if name != "network"},
         "network": network,
         "flops": plan.flops,
         "throughput": _plain(forecast.throughput),
-        "times": times,
+        "times": _plain(forecast.times),
         **({} if forecast.scaling is None else {"scaling": _plain(forecast.scaling)}),
-        **({"commands": [_plain(part) for part in forecast.commands]} if forecast.commands else {}),
     }
     return json.dumps(tree, indent=2, ensure_ascii=False)
 
@@ -69,7 +65,6 @@ def text_of(forecast: Forecast) -> str:
             *([""] if plan.notes else []),
             *(line for note in plan.notes for line in _paragraph(f"- {note}", hang=2)),
             *([] if forecast.scaling is None else ["", *_scaling(forecast.scaling)]),
-            *(["", text_of_commands(forecast.commands)] if forecast.commands else []),
         ]
     )
 
@@ -77,8 +72,8 @@ def text_of(forecast: Forecast) -> str:
 def _devices(plan: Plan) -> str:
     devices = plan.devices
     text = counted(devices.count, devices.kind)
-    if devices.processes != devices.count:
-        text += f" ({counted(devices.processes, 'rank')} in phases 1 and 3)"
+    if devices.phase1.processes != devices.count:
+        text += f" ({counted(devices.phase1.processes, 'rank')} in phases 1 and 3)"
     return text
 
 
@@ -127,9 +122,10 @@ def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
 
     phase3 = plan.phase3
     yield row("phase 1", plan.phase1, epochs=f"≤ {plan.phase1.epochs}" if plan.may_end_early else "")
-    yield row("phase 2, one worker", plan.worker)
-    workers = counted(plan.num_workers, "worker")
-    yield row(f"phase 2, {workers}", plan.worker, times=plan.num_workers, at_once=plan.slots)
+    if plan.worker.epochs:
+        yield row("phase 2, one worker", plan.worker)
+        workers = counted(plan.num_workers, "worker")
+        yield row(f"phase 2, {workers}", plan.worker, times=plan.num_workers, at_once=plan.slots)
     passes = "1" if phase3.samples else "–"
     yield (
         f"phase 3, {counted(phase3.num_models, 'model')}",
@@ -141,13 +137,11 @@ def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
         "–",
     )
     yield "SWAP, all phases", f"{plan.devices.count:,}", "", "", "", _si(plan.flops), ""
-    for run in plan.baselines:
-        yield row(_NAMES[run.section], run)
 
 
 def _over_time(plan: Plan) -> Iterator[tuple[str, ...]]:
-    yield "", "epochs", "learning rate", "batch", "a device", "image", "steps"
-    for run in (plan.phase1, plan.worker, *plan.baselines):
+    yield "", "epochs", "learning rate", "batch", "a shard", "image", "steps"
+    for run in (plan.phase1, plan.worker):
         for index, part in enumerate(run.stretches):
             rates = dict.fromkeys((f"{part.first_rate:.4g}", f"{part.last_rate:.4g}"))
             yield (
@@ -155,7 +149,7 @@ def _over_time(plan: Plan) -> Iterator[tuple[str, ...]]:
                 f"{part.first_epoch:g}–{part.last_epoch:g}",
                 " → ".join(rates),
                 f"{part.batch_size:,}",
-                f"{part.batch_per_device:,}",
+                f"{part.batch_per_shard:,}",
                 _pixels(part.image_size),
                 f"{part.steps:,}",
             )
@@ -194,14 +188,13 @@ def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
         return name, duration(expected.seconds), duration(expected.device_seconds)
 
     yield row("phase 1, at most" if plan.may_end_early else "phase 1", times.phase1)
-    yield row("phase 2, one worker", times.worker)
-    if plan.num_workers > 1:
+    if plan.worker.epochs:
+        yield row("phase 2, one worker", times.worker)
+    if plan.worker.epochs and plan.num_workers > 1:
         yield row(f"phase 2, {plan.num_workers} workers in {counted(plan.rounds, 'round')}", times.phase2)
     yield row("phase 3", times.phase3)
     yield row("SWAP on these devices", times.total)
     yield "critical path: devices for every worker", duration(times.critical_path), ""
-    for run in plan.baselines:
-        yield row(f"{_NAMES[run.section]} on {counted(run.devices, 'device')}", getattr(times, run.section))
 
 
 def _si(number: float) -> str:

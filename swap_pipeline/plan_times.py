@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swap_pipeline.plan import Plan, RunPlan, Size
-from swap_pipeline.plan_commands import Commands
 from swap_pipeline.plan_scaling import Scaling
 
 
@@ -41,8 +40,6 @@ class Times:
     """all of SWAP on the devices of the plan"""
     critical_path: float
     """seconds with devices for every worker at the same time, as in the report of a run"""
-    small_batch: Expected | None
-    large_batch: Expected | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +50,6 @@ class Forecast:
     plan: Plan
     throughput: Throughput
     times: Times
-    commands: tuple[Commands, ...] = ()
-    """to run it over several nodes by hand, if that was asked for"""
     scaling: Scaling | None = None
     """what goes between devices and to files, if the speed of the link between them was given"""
 
@@ -80,8 +75,6 @@ def expected_times(plan: Plan, throughput: Throughput) -> Times:
         phase3=statistics,
         total=_sum(phase1, phase2, statistics),
         critical_path=_sum(phase1, worker, statistics).seconds,
-        small_batch=None if plan.small_batch is None else of_run(plan.small_batch),
-        large_batch=None if plan.large_batch is None else of_run(plan.large_batch),
     )
 
 

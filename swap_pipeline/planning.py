@@ -9,7 +9,6 @@ from pathlib import Path
 from swap_pipeline.errors import SwapError
 from swap_pipeline.params import Params
 from swap_pipeline.plan import Devices, Plan, image_sizes, make_plan
-from swap_pipeline.plan_commands import commands_by_hand
 from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
 from swap_pipeline.plan_scaling import Hardware, Scaling, scaling
 from swap_pipeline.plan_times import Forecast, Throughput, expected_times
@@ -27,15 +26,12 @@ def make_forecast(
 ) -> Forecast:
     """Plan for `num_gpus`, or for this machine; all that can be refused is, before anything is measured.
 
-    With `num_nodes`, also the commands that train over so many nodes by hand; with `link_gigabytes`, the bandwidth
-    between GPUs, also what the exchange of gradients and the files take.
+    With `link_gigabytes`, the bandwidth between GPUs, also what the exchange of gradients and the files take.
     """
-    if num_nodes is not None and num_gpus is None:
-        raise SwapError("--nodes needs --gpus: how many there are on all nodes together")
-    devices = devices_here() if num_gpus is None else planned_devices(num_gpus)
+    if num_nodes is not None and (num_gpus is None or link_gigabytes is None):
+        raise SwapError("--nodes needs --gpus, how many there are on all nodes together, and --link between them")
     try:
-        plan = plan_params(params, devices)
-        commands = () if not (num_gpus and num_nodes) else commands_by_hand(params, gpus=num_gpus, nodes=num_nodes)
+        plan = plan_params(params, devices_here(params) if num_gpus is None else planned_devices(params, num_gpus))
         throughput = _throughput(params, plan, images_per_second)
     except SwapError as error:
         # Where the rest of the project says params.yaml, it may be another file here.
@@ -46,7 +42,6 @@ def make_forecast(
         plan=plan,
         throughput=throughput,
         times=expected_times(plan, throughput),
-        commands=commands,
         scaling=None if link_gigabytes is None else _scaling(plan, throughput, link_gigabytes, num_nodes or 1),
     )
 
@@ -59,7 +54,7 @@ def _scaling(plan: Plan, throughput: Throughput, link_gigabytes: float, nodes: i
         state_bytes=plan.network.state_bytes,
         num_models=plan.phase3.num_models,
         devices=run.processes,
-        compute_seconds=run.stretches[0].batch_per_device / throughput.images_per_second,
+        compute_seconds=run.stretches[0].batch_size / run.processes / throughput.images_per_second,
         hardware=Hardware(
             link_bytes_per_second=1e9 * link_gigabytes, gpus_per_node=math.ceil(plan.devices.count / nodes)
         ),
@@ -90,7 +85,7 @@ def _throughput(params: Params, plan: Plan, images_per_second: float | None) -> 
         channels=plan.data.channels,
         num_classes=plan.data.num_classes,
         image_size=first.image_size,
-        batch_size=first.batch_per_device,
+        batch_size=first.batch_per_shard,
         optimizer=params.optimizer,
         compute=params.compute,
     )

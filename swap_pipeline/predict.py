@@ -12,10 +12,12 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from swap_pipeline.checkpoint import TensorFile
 from swap_pipeline.data import is_size, view_in, why_no_images
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, printable
 from swap_pipeline.image_files import decode
 from swap_pipeline.loader import middle, rectangle
 from swap_pipeline.models import load_model
+
+_MAX_PIXELS = 1 << 24
 
 
 @torch.inference_mode()
@@ -44,12 +46,14 @@ def predict(
         if not probabilities.isfinite().all():
             raise SwapError(f"{checkpoint}: it has no answer to {path}, since weights are NaN or Inf: train it again")
         order = probabilities.argsort(descending=True).tolist()
-        yield path, [(info["classes"][index], probabilities[index].item()) for index in order]
+        yield path, [(printable(info["classes"][index])[:200], probabilities[index].item()) for index in order]
 
 
 def _check(info: Mapping[str, Any], path: Path) -> None:
     """That a header says what images its network takes, and what its outputs mean."""
     reason = why_no_images(info) or ("" if all(map(is_size, info["shape"])) else "shape is not one of images")
+    if not reason and (info["shape"][0] not in (1, 3) or info["shape"][1] * info["shape"][2] > _MAX_PIXELS):
+        reason = "shape is not one of grey or RGB images of a size that can be handled"
     model = info["model"]
     if not reason and (info["shape"][0] != model["channels"] or len(info["classes"]) != model["num_classes"]):
         reason = "images and classes are not those of the network"

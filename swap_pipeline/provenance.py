@@ -120,7 +120,7 @@ def code_version() -> dict[str, Any]:
 def _is_written_by_dvc(name: str) -> bool:
     """What a run writes and git keeps: it differs after every run."""
     path = Path(name.strip('"'))
-    return path.name == "dvc.lock" or (path.suffix == ".json" and path.parent.name in ("metrics", "comparisons"))
+    return path.name == "dvc.lock" or (path.suffix == ".json" and path.parent.name == "metrics")
 
 
 def environment() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import gc
 import os
 import signal
@@ -15,10 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.environment import JOB, device_type, timeout_minutes
-from swap_pipeline.errors import SwapError
+from swap_pipeline.dvc_cache import distrust
+from swap_pipeline.environment import JOB, device_type, is_debugging, timeout_minutes
+from swap_pipeline.errors import NEW_LINES, DamagedFileError, SwapError, printable
 from swap_pipeline.instances import Instance
-from swap_pipeline.params import Params
+from swap_pipeline.last_resort import HANDLED, line_of, open_closed_streams, remedy_of, report
 from swap_pipeline.scratch import JobFolder, job_folder
 from swap_pipeline.stopping import STOPPABLE, Stopped
 
@@ -28,6 +28,8 @@ WORLD = "SWAP_WORLD_SIZE"
 SAID, LOST, STOPPED = "error", "lost", "stopped"
 """What a rank leaves for the launcher in a file of that name: an error of its own, that others are gone, or that it was
 asked to end and has left a snapshot."""
+UNEXPECTED = "unexpected"
+"""An error that begins so may not come a second time: the job is started once more."""
 _STARTED_BY = os.getppid()
 _LAG_SECONDS = 60
 _PAUSE_SECONDS = 5
@@ -65,21 +67,6 @@ def is_rank() -> bool:
     return JOB in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def chosen_repeat(text: str, listed: tuple[int, ...]) -> int:
-    """0, which is the plain pipeline, or one of `repeats`."""
-    if text not in map(str, (0, *listed)):
-        raise SwapError(f"--repeat {text} is not in repeats {list(listed)}: add it there first")
-    return int(text)
-
-
-def chosen_section(params: Params, name: str) -> Any:
-    """A section of `params.yaml` that only comparisons need."""
-    section = getattr(params, name)
-    if section is None:
-        raise SwapError(f"params.yaml: {name} is missing: add that section, or take it over from a file in recipes/")
-    return section
-
-
 def job_of_rank(instance: Instance) -> JobFolder:
     """The scratch folder of the job that this rank belongs to, also where torchrun was started by hand.
 
@@ -105,7 +92,7 @@ def job_of_rank(instance: Instance) -> JobFolder:
             if JOB not in os.environ:
                 return folder
             if Path(os.environ[JOB]).name == folder.path.name:
-                return JobFolder(Path(os.environ[JOB]))
+                return JobFolder(Path(os.environ[JOB]), folder.inputs)
             raise SwapError(
                 f"{instance.name}: params.yaml or a dependency changed after the start: run `dvc repro` again"
             )
@@ -144,8 +131,11 @@ def die_with_parent(parent: int | None = None) -> None:
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
     expected = parent or int(os.environ.get(PARENT, "0"))
-    if expected and os.getppid() != expected:
-        os._exit(1)  # it was gone before the kernel knew
+    if expected and os.getppid() != expected:  # it was gone before the kernel knew
+        if parent is None:
+            print(f"error: {PARENT} is {expected}, a process that is gone: `unset {PARENT} {JOB}`", file=sys.stderr)
+            sys.stderr.flush()
+        os._exit(1)
 
 
 @contextlib.contextmanager
@@ -163,10 +153,12 @@ def quick_imports() -> Iterator[None]:
 
 def run_stage(main: Callable[[], Any]) -> None:
     """Call a stage's click command; what the user can mend ends in one line and exit code 1."""
+    open_closed_streams()
     if is_rank():
         die_with_parent()
     try:
         if is_rank():
+            _check_variables()
             with quick_imports():
                 import torch  # noqa: F401
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -176,9 +168,9 @@ def run_stage(main: Callable[[], Any]) -> None:
         with contextlib.nullcontext() if is_rank() else signals_as_exceptions():
             main()
     except SwapError as error:
-        _leave_for_launcher(str(error))
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        if isinstance(error, DamagedFileError):
+            distrust(error.path)
+        _fail(str(error))
     except Interrupted as interrupted:
         if not interrupted.is_told:
             print("interrupted: `dvc repro` goes on from here", flush=True)
@@ -186,32 +178,44 @@ def run_stage(main: Callable[[], Any]) -> None:
     except Stopped:
         _leave_for_launcher("asked to end, state kept", kind=STOPPED)  # exit code 0: torchrun takes others for failures
     except Exception as error:
-        if message := _of_the_disk(error):
-            _leave_for_launcher(message)
-            print(f"error: {message}", file=sys.stderr, flush=True)
+        if is_rank():
+            _tell_launcher(error)
+        elif isinstance(error, HANDLED):
+            report(error, doing=Path(sys.argv[0]).stem)
             sys.exit(1)
-        if message := _of_other_ranks(error):
-            _leave_for_launcher(message, kind=LOST)
-            time.sleep(2)  # so that every other rank that waits has the time to say so too
-        else:
-            _leave_for_launcher(f"unexpected error in rank {os.environ.get('RANK')}\n{traceback.format_exc()}")
         raise
 
 
-def _of_the_disk(error: Exception) -> str:
-    """What to tell of an error that the file system made; empty for any other."""
-    if not isinstance(error, OSError):
-        return ""
-    where = str(error.filename or Path.cwd())
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{where}: no space is left on the disk: make room and run `dvc repro` again, which goes on from here"
-    if error.errno == errno.EFBIG:
-        return (
-            f"{where}: a file grew beyond what is allowed here: raise the limit (`ulimit -f`), then `dvc repro` again"
+def _fail(message: str) -> None:
+    _leave_for_launcher(message)
+    print(f"error: {printable(message, keep=NEW_LINES)}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def _tell_launcher(error: Exception) -> None:
+    """What a rank has to say of an error that is no `SwapError`; its traceback is in its log."""
+    if message := remedy_of(error):
+        _fail(message)
+    if message := _of_other_ranks(error):
+        _leave_for_launcher(message, kind=LOST)
+        time.sleep(2)  # so that every other rank that waits has the time to say so too
+        return
+    who = f"{UNEXPECTED} error in rank {os.environ['RANK']}"
+    if isinstance(error, HANDLED) and not is_debugging():
+        _leave_for_launcher(line_of(error, doing=who))
+    else:
+        _leave_for_launcher(f"{who}\n{traceback.format_exc()}")
+
+
+def _check_variables() -> None:
+    """That who calls this process a rank also says which one: an exported variable may have been left behind."""
+    missing = [name for name in ("RANK", "WORLD_SIZE") if not os.environ.get(name, "").isdecimal()]
+    stale = [name for name in (JOB, "TORCHELASTIC_RUN_ID") if name in os.environ]
+    if missing:
+        raise SwapError(
+            f"{' and '.join(stale)} of another job in the environment, without {' and '.join(missing)}: "
+            f"`unset {' '.join(stale)}`, then run this again"
         )
-    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"{where} cannot be written ({error.strerror}): give this user the right to, then `dvc repro` again"
-    return ""
 
 
 def _of_other_ranks(error: Exception) -> str:
@@ -226,6 +230,6 @@ def _of_other_ranks(error: Exception) -> str:
 
 def _leave_for_launcher(message: str, *, kind: str = SAID) -> None:
     """A rank's standard error goes to a log; its launcher shows what stands in this file."""
-    if JOB in os.environ:
+    if JOB in os.environ and "RANK" in os.environ:
         with contextlib.suppress(OSError):  # on a full disk; the launcher looks at that too
             (Path(os.environ[JOB]) / f"{kind}_{os.environ['RANK']}.txt").write_text(message, encoding="utf-8")

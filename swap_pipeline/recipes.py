@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.files import atomic_write
+from swap_pipeline.files import atomic_write, read_plain
 from swap_pipeline.git import git
 from swap_pipeline.params import Params, read_params
 
@@ -40,17 +40,22 @@ class Origin:
 
 def list_recipes() -> list[Recipe]:
     """All recipes, by name."""
-    paths = sorted(RECIPES.glob("*.yaml"), key=lambda path: path.stem)
+    paths = sorted(set(RECIPES.glob("*.yaml")) - set(RECIPES.glob("*.methods.yaml")), key=lambda path: path.stem)
     if not paths:
         raise SwapError(f"there is no {RECIPES}/ with recipes here: run this from the project's root folder")
     return [Recipe(name=path.stem, path=path, content=_read(path)) for path in paths]
+
+
+def methods_file(recipe: str) -> Path:
+    """What `swap compare` runs: methods, as changes to the recipe."""
+    return RECIPES / f"{recipe}.methods.yaml"
 
 
 def _read(path: Path) -> bytes:
     if not path.resolve().is_relative_to(Path.cwd().resolve()):
         raise SwapError(f"{path} leads out of this project, to {path.resolve()}: put a copy in its place")
     try:
-        return path.read_bytes()
+        return read_plain(path)
     except OSError as error:
         raise SwapError(f"{path} cannot be read ({error.strerror or error}): repair or remove it") from None
 
@@ -93,7 +98,7 @@ def data_needed(name: str, root: str) -> str:
 
 def _read_params_file() -> bytes | None:
     try:
-        return PARAMS.read_bytes()
+        return read_plain(PARAMS)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -12,29 +12,31 @@ from typing import Any
 CURVE_COLUMNS = ("learning_rate", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "seconds")
 
 
-def summarise(
-    phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """The metrics of a whole run; accuracies in percent, seconds of training alone.
+def models_before_averaging(
+    phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], *, cycles: int
+) -> list[Mapping[str, Any]]:
+    """What is known of the models that are averaged: one of each worker for every cycle; with no phase 2, phase 1's."""
+    found: list[Mapping[str, Any]] = []
+    for worker in workers.values():
+        if cycle := worker["epochs"] // cycles:
+            found += worker["curve"][cycle - 1 :: cycle]
+    return found or [phase1]
 
-    The critical path is the time a run takes with a device for every worker.
+
+def summarise(
+    phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any], *, cycles: int
+) -> dict[str, float]:
+    """The metrics of a run, short since they are columns of `dvc exp show`; accuracies of test images in percent.
+
+    `seconds` is the critical path: the time that training takes with a device for every worker.
     """
-    accuracies = [worker["test_accuracy"] for worker in workers.values()]
     slowest = max(worker["seconds"] for worker in workers.values())
     return {
-        "phase1": {key: phase1[key] for key in ("test_accuracy", "train_accuracy", "epochs", "stopped_by")},
-        "workers": {
-            "test_accuracy_mean": statistics.fmean(accuracies),
-            "test_accuracy_std": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-            "test_accuracy_best": max(accuracies),
-        },
-        "swap": {"test_accuracy": phase3["test_accuracy"], "test_loss": phase3["test_loss"]},
-        "time": {
-            "phase1_seconds": phase1["seconds"],
-            "phase2_seconds_max": slowest,
-            "phase3_seconds": phase3["seconds"],
-            "critical_path_seconds": phase1["seconds"] + slowest + phase3["seconds"],
-        },
+        "accuracy": phase3["test_accuracy"],
+        "loss": phase3["test_loss"],
+        "workers": _mean(models_before_averaging(phase1, workers, cycles=cycles), "test_accuracy"),
+        "phase1": phase1["test_accuracy"],
+        "seconds": phase1["seconds"] + slowest + phase3["seconds"],
     }
 
 
@@ -50,7 +52,7 @@ class ResultRow:
     seconds: float | None = None
     devices: str | None = None
     is_result: bool = False
-    """of SWAP itself"""
+    """of the final model"""
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
@@ -68,25 +70,32 @@ RESULT_COLUMNS = ("", "test accuracy", "test loss", "seconds")
 
 
 def result_rows(
-    phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any]
+    phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any], *, cycles: int
 ) -> list[ResultRow]:
-    """Phase 1, every worker, their mean, SWAP, and the time that it takes."""
-    summary = summarise(phase1, workers, phase3)
+    """Phase 1, every worker, their mean, the final model, and the time that it takes."""
+    summary = summarise(phase1, workers, phase3, cycles=cycles)
     why = "τ passed" if phase1["stopped_by"] == "accuracy" else "maximum reached"
     epochs = "1 epoch" if phase1["epochs"] == 1 else f"{phase1['epochs']} epochs"
-    of_what = "the workers" if phase3["models"] == len(workers) else f"{phase3['models']} models"
+    trained = {seed: worker for seed, worker in workers.items() if worker["epochs"]}
+    models = models_before_averaging(phase1, workers, cycles=cycles)
+    what = f"{len(models)} models" if cycles > 1 else f"{len(workers)} workers"
+    mean = ResultRow(
+        name=f"mean of {what}",
+        test_accuracy=summary["workers"],
+        spread=statistics.stdev(model["test_accuracy"] for model in models) if len(models) > 1 else None,
+        test_loss=_mean(models, "test_loss"),
+    )
     return [
         _row(f"phase 1 ({epochs}, {why})", phase1),
-        *(_row(f"worker, seed {seed}", worker) for seed, worker in workers.items()),
-        ResultRow(
-            name=f"mean of {len(workers)} workers",
-            test_accuracy=summary["workers"]["test_accuracy_mean"],
-            spread=summary["workers"]["test_accuracy_std"],
-            test_loss=statistics.fmean(worker["test_loss"] for worker in workers.values()),
-        ),
-        _row(f"SWAP: average of {of_what}", phase3, is_result=True),
-        ResultRow(name="critical path", seconds=summary["time"]["critical_path_seconds"]),
+        *(_row(f"worker, seed {seed}", worker) for seed, worker in trained.items()),
+        *([mean] if len(models) > 1 else []),
+        _row(f"average of {what}" if phase3["models"] > 1 else "final model", phase3, is_result=True),
+        ResultRow(name="critical path", seconds=summary["seconds"]),
     ]
+
+
+def _mean(models: Sequence[Mapping[str, Any]], key: str) -> float:
+    return statistics.fmean(model[key] for model in models)
 
 
 def _row(name: str, record: Mapping[str, Any], *, is_result: bool = False) -> ResultRow:

@@ -11,7 +11,7 @@ from swap_pipeline.durations import duration
 from swap_pipeline.figures import Drawing
 from swap_pipeline.page import Html, bullets, commands, folded, page, paragraph, picture, section, table, tiles
 from swap_pipeline.provenance import Origin, flat, shown
-from swap_pipeline.report import RESULT_COLUMNS, ResultRow, summarise
+from swap_pipeline.report import RESULT_COLUMNS, ResultRow, models_before_averaging
 
 _FILES = "report/figures"
 _CLASSES_SHOWN = 20
@@ -21,8 +21,8 @@ def report_page(
     phase1: Mapping[str, Any],
     workers: Mapping[int, Mapping[str, Any]],
     phase3: Mapping[str, Any],
-    averaged: Mapping[str, Any],
     *,
+    cycles: int,
     rows: Sequence[ResultRow],
     drawings: Mapping[str, Drawing],
     pictures: Mapping[str, bytes],
@@ -32,24 +32,30 @@ def report_page(
     data: Mapping[str, Any],
 ) -> str:
     """All of it, from the records; `pictures` are the drawings as SVG."""
+    num_trained = sum(worker["epochs"] > 0 for worker in workers.values())
     return page(
         "SWAP report",
-        lead=_lead(params, len(workers)),
+        lead=_lead(params, num_trained),
         content=[
-            _headline(phase1, workers, phase3),
+            _headline(phase1, workers, phase3, cycles=cycles),
             section(
                 "The course of the run",
-                picture(drawings["training"], pictures["training"], caption=_training_caption(averaged), files=_FILES),
+                picture(
+                    drawings["training"],
+                    pictures["training"],
+                    caption=_training_caption(phase3["points"] if num_trained else None),
+                    files=_FILES,
+                ),
             ),
-            section("Results", _results(rows), bullets(_RESULTS_EXPLAINED)),
+            section("Results", _results(rows), bullets(_explained(num_trained, averages=phase3["models"] > 1))),
             section("Go on", commands(_COMMANDS)),
             section(
                 "Schedules",
                 picture(
                     drawings["schedules"],
                     pictures["schedules"],
-                    caption="Learning rate and batch size by epoch as `params.yaml` has them, with the baselines that "
-                    "SWAP is compared with; phase 2 begins where phase 1 ends at the latest.",
+                    caption="Learning rate and batch size by epoch as `params.yaml` has them"
+                    + ("; phase 2 begins where phase 1 ends at the latest." if num_trained else "."),
                     files=_FILES,
                 ),
             ),
@@ -60,41 +66,37 @@ def report_page(
     )
 
 
-def gain(workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any]) -> float:
-    """SWAP's points over the mean of its workers."""
-    mean = statistics.fmean(worker["test_accuracy"] for worker in workers.values())
-    return float(phase3["test_accuracy"] - mean)
-
-
 def _lead(params: Mapping[str, Any], num_workers: int) -> str:
     data, model = params.get("data", {}).get("name"), params.get("model", {}).get("name")
-    workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-    return f"Recipe {params.get('recipe')}: {model} on {data}, {workers}, averaged."
+    workers = {0: "", 1: ", 1 worker"}.get(num_workers, f", {num_workers} workers")
+    method = params.get("method", "swap")
+    return f"Recipe {params.get('recipe')}, method {method}: {model} on {data}{workers}, seed {params.get('seed')}."
 
 
-def _headline(phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any]) -> Html:
-    summary = summarise(phase1, workers, phase3)
-    mean, best = summary["workers"]["test_accuracy_mean"], summary["workers"]["test_accuracy_best"]
-    over_mean = gain(workers, phase3)
-    over_best = phase3["test_accuracy"] - best
-    time = summary["time"]
+def _headline(
+    phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any], *, cycles: int
+) -> Html:
+    accuracies = [model["test_accuracy"] for model in models_before_averaging(phase1, workers, cycles=cycles)]
+    mean, best = statistics.fmean(accuracies), max(accuracies)
+    slowest = max(worker["seconds"] for worker in workers.values())
+    gained = (
+        "gain over the workers' mean",
+        f"{_signed(phase3['test_accuracy'] - mean)} points",
+        f"mean {mean:.2f} %; {_signed(phase3['test_accuracy'] - best)} over the best worker, {best:.2f} %",
+    )
     return tiles(
         [
             (
-                "SWAP's test accuracy",
+                "test accuracy",
                 f"{phase3['test_accuracy']:.2f} %",
                 f"loss {phase3['test_loss']:.4f}; phase 1 had {phase1['test_accuracy']:.2f} %",
             ),
-            (
-                "gain over the workers' mean",
-                f"{_signed(over_mean)} points",
-                f"mean {mean:.2f} %; {_signed(over_best)} over the best worker, {best:.2f} %",
-            ),
+            *([gained] if len(accuracies) > 1 else []),
             (
                 "critical path",
-                duration(time["critical_path_seconds"]),
-                f"phase 1: {duration(time['phase1_seconds'])}; slowest worker: {duration(time['phase2_seconds_max'])}; "
-                f"phase 3: {duration(time['phase3_seconds'])}",
+                duration(phase1["seconds"] + slowest + phase3["seconds"]),
+                f"phase 1: {duration(phase1['seconds'])}; {f'slowest worker: {duration(slowest)}; ' if slowest else ''}"
+                f"phase 3: {duration(phase3['seconds'])}",
             ),
         ]
     )
@@ -104,12 +106,14 @@ def _signed(points: float) -> str:
     return f"{points:+.2f}".replace("-", "−")
 
 
-def _training_caption(averaged: Mapping[str, Any]) -> str:
+def _training_caption(points: Sequence[Mapping[str, Any]] | None) -> str:
+    if points is None:
+        return "Learning rate and test accuracy by epoch."
     text = (
         "Learning rate and test accuracy over the epochs, as in Figure 1 of the paper: one model in phase 1, then "
         "independent workers, and the average of their weights as if phase 2 had ended at that epoch."
     )
-    if len(averaged["points"]) < 2:
+    if len(points) < 2:
         text += " Of the average only the end is known: set `phase2.keep_epochs` to `all` for its course."
     return text
 
@@ -123,19 +127,23 @@ def _results(rows: Sequence[ResultRow]) -> Html:
     )
 
 
-_RESULTS_EXPLAINED = (
-    "**phase 1**: one model, trained with large batches on all devices.",
-    "**worker**: that model, refined with small batches under one seed. **mean**: over the workers, ± one standard "
-    "deviation.",
-    "**SWAP**: the average of the workers' weights, with batch-norm statistics of its own.",
-    "**critical path**: phase 1, the slowest worker and phase 3, which is what a run takes with devices for every "
-    "worker. Evaluation and start-up are in no time.",
-)
+def _explained(num_trained: int, *, averages: bool) -> list[str]:
+    """What the rows of the results are."""
+    return [
+        "**phase 1**: one model, trained on all devices.",
+        *(["**worker**: that model, refined under one seed."] if num_trained else []),
+        *(["**mean**: of the models that are averaged, ± one standard deviation."] if num_trained and averages else []),
+        "**average**: the mean of their weights, with batch-norm statistics of its own."
+        if averages
+        else "**final model**: the one model that there is.",
+        "**critical path**: phase 1, the slowest worker and phase 3, which is what a run takes with devices for every "
+        "worker. Times exclude evaluation and start-up.",
+    ]
+
+
 _COMMANDS = {
-    "dvc repro comparisons/dvc.yaml": "plain training with small and with large batches, and three kinds of SWA, "
-    "beside this run: `comparisons/index.html`",
-    "dvc repro analysis/dvc.yaml": "error landscapes, directions, choices and distances of workers: "
-    "`analysis/index.html`",
+    "swap compare": "plain training with small and with large batches, and SWA, as experiments beside this run",
+    "dvc --cd analysis repro": "error landscapes, directions, choices and distances of workers: `analysis/index.html`",
     "dvc plots show": "the pictures and curves as DVC plots; `dvc plots diff` those of several experiments",
     "swap predict IMAGE": "the class of an image, by the averaged network",
 }

@@ -16,8 +16,10 @@ from swap_pipeline.checkpoint import drop_snapshots, read_snapshot, write_snapsh
 from swap_pipeline.data import steps_per_epoch
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError, shown
+from swap_pipeline.moving_mean import MovingMean
 from swap_pipeline.runs import Epoch, Run
 from swap_pipeline.sgd import Sgd
+from swap_pipeline.shards import Shards
 
 _Snapshot = tuple[dict[str, torch.Tensor], dict[str, Any]]
 _PAUSE_SECONDS, _PAUSES = 5, 12
@@ -37,55 +39,84 @@ class Begun:
         return cls(step=0, sums=torch.zeros(2, dtype=torch.float64, device=group.device), seconds=0.0)
 
 
-def _state(network: nn.Module, sgd: Sgd) -> dict[str, torch.Tensor]:
-    """All tensors of a snapshot at the end of an epoch."""
-    tensors = {f"network.{key}": tensor for key, tensor in network.state_dict().items()}
-    return tensors | {f"momentum.{key}": tensor for key, tensor in sgd.momentum().items()}
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What changes while a run trains, on this rank."""
+
+    network: nn.Module
+    sgd: Sgd
+    shards: Shards
+    mean: MovingMean | None
+    group: Group
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of a snapshot at the end of an epoch, when all ranks and shards have the same."""
+        tensors = {f"network.{key}": tensor for key, tensor in self.network.state_dict().items()}
+        tensors |= {f"momentum.{key}": tensor for key, tensor in self.sgd.momentum().items()}
+        if self.mean is not None:
+            tensors |= {f"mean.{key}": tensor for key, tensor in self.mean.network.state_dict().items()}
+        return tensors
+
+    def tensors_within_epoch(self, begun: Begun) -> dict[str, torch.Tensor]:
+        """What each shard or rank has of its own within an epoch: running statistics, sums of loss and hits."""
+        own = {"sums.epoch": begun.sums}
+        if self.mean is not None:
+            own |= {f"mean_ranks.{key}": tensor for key, tensor in self.mean.network.named_buffers()}
+        shards = {f"shards.{key}": tensor for key, tensor in self.shards.stacked().items()}
+        return shards | {key: self.group.gather(tensor) for key, tensor in own.items()}
+
+    def layout(self, *, within_epoch: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Types and shapes of a snapshot's tensors."""
+        expected = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.tensors().items()}
+        if within_epoch:
+            own = {"sums.epoch": Begun.new(self.group).sums}
+            if self.mean is not None:
+                own |= {f"mean_ranks.{key}": tensor for key, tensor in self.mean.network.named_buffers()}
+            expected |= {f"shards.{key}": spec for key, spec in self.shards.layout().items()}
+            expected |= {key: (t.dtype, (self.group.world_size, *t.shape)) for key, t in own.items()}
+        return expected
+
+    def load(self, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            part, _, name = key.partition(".")
+            parts.setdefault(part, {})[name] = tensor
+        self.network.load_state_dict(parts["network"])
+        self.sgd.set_momentum(parts.get("momentum", {}))
+        self.sgd.scaler.set_state(info["scaler"])
+        self.shards.start_from_network()
+        if "shards" in parts:
+            self.shards.load(parts["shards"])
+        if self.mean is not None:
+            self.mean.network.load_state_dict(parts["mean"])
+            self.mean.steps = info["mean_steps"]
+            for name, buffer in self.mean.network.named_buffers() if "begun" in info else ():
+                buffer.copy_(parts["mean_ranks"][name][self.group.rank])
 
 
-def _state_of_ranks(network: nn.Module, sums: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What each rank has of its own in the middle of an epoch: running statistics, and sums of loss and hits."""
-    return {"sums.epoch": sums, **{f"ranks.{key}": tensor for key, tensor in network.named_buffers()}}
-
-
-def keep(
-    run: Run,
-    folder: Path,
-    network: nn.Module,
-    sgd: Sgd,
-    curve: list[Epoch],
-    group: Group,
-    begun: Begun | None = None,
-) -> None:
+def keep(run: Run, folder: Path, state: State, curve: list[Epoch], begun: Begun | None = None) -> None:
     """Leave a snapshot, at the end of an epoch or, where some of the next has `begun`, in the middle of that."""
-    tensors = _state(network, sgd)
-    info = {
+    tensors = state.tensors()
+    info: dict[str, Any] = {
         "run": [run.name, run.seed],
         "curve": [asdict(row) for row in curve],
-        "precision": sgd.scaler.precision,
-        "scaler": sgd.scaler.state(),
+        "precision": state.sgd.scaler.precision,
+        "scaler": state.sgd.scaler.state(),
     }
+    if state.mean is not None:
+        info["mean_steps"] = state.mean.steps
     if begun is not None:
-        tensors |= {key: group.gather(tensor) for key, tensor in _state_of_ranks(network, begun.sums).items()}
+        tensors |= state.tensors_within_epoch(begun)
         info["begun"] = {"step": begun.step, "seconds": begun.seconds}
-    if group.is_main:
+    if state.group.is_main:
         write_snapshot(folder, len(curve), tensors, info, step=begun.step if begun else 0)
 
 
 def _misfit(
-    run: Run,
-    network: nn.Module,
-    sgd: Sgd,
-    group: Group,
-    num_images: int,
-    tensors: Mapping[str, torch.Tensor],
-    info: Mapping[str, Any],
+    run: Run, state: State, num_images: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]
 ) -> str:
     """Why a snapshot cannot be this run's; empty if it can."""
-    expected = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in _state(network, sgd).items()}
-    if "begun" in info:
-        own = _state_of_ranks(network, Begun.new(group).sums)
-        expected |= {key: (tensor.dtype, (group.world_size, *tensor.shape)) for key, tensor in own.items()}
+    expected = state.layout(within_epoch="begun" in info)
     for key in sorted(expected.keys() ^ tensors.keys()):
         return f"{'it lacks' if key in expected else 'it has'} a tensor {shown(key)}"
     for key, tensor in tensors.items():
@@ -103,10 +134,12 @@ def _misfit(
         return "its curve has other epochs"
     if "begun" in info and not _is_beginning(info["begun"], run, len(curve), num_images):
         return "it is of no step that there is"
-    scaler, own_scaler = info.get("scaler"), sgd.scaler.state()
+    if state.mean is not None and (type(info.get("mean_steps")) is not int or info["mean_steps"] < 1):
+        return "it does not say over how many steps its mean was taken"
+    scaler, own_scaler = info.get("scaler"), state.sgd.scaler.state()
     if not isinstance(scaler, dict) or info.get("precision") not in ("fp32", "bf16", "fp16"):
         return "it does not say in which precision it was trained"
-    if info["precision"] == sgd.scaler.precision and {key: type(value) for key, value in scaler.items()} != {
+    if info["precision"] == state.sgd.scaler.precision and {key: type(value) for key, value in scaler.items()} != {
         key: type(value) for key, value in own_scaler.items()
     }:
         return "its gradient scale has another form"
@@ -138,33 +171,21 @@ def _read_alike(folder: Path, misfit: Callable[..., str], group: Group) -> _Snap
     )
 
 
-def resume(
-    run: Run, network: nn.Module, sgd: Sgd, folder: Path, group: Group, *, num_images: int
-) -> tuple[list[Epoch], Begun]:
+def resume(run: Run, state: State, folder: Path, *, num_images: int) -> tuple[list[Epoch], Begun]:
     """Take up the newest snapshot; returns the curve so far, and how far the epoch after it has come."""
-    found = _read_alike(folder, functools.partial(_misfit, run, network, sgd, group, num_images), group)
+    group, precision = state.group, state.sgd.scaler.precision
+    found = _read_alike(folder, functools.partial(_misfit, run, state, num_images), group)
     if found is None:
         return [], Begun.new(group)
     tensors, info = found
-    if info["precision"] != sgd.scaler.precision:  # `auto` on another kind of GPU
-        print(
-            f"the snapshot was trained in {info['precision']}, not {sgd.scaler.precision}: starting afresh", flush=True
-        )
+    if info["precision"] != precision:  # `auto` on another kind of GPU
+        print(f"the snapshot was trained in {info['precision']}, not {precision}: starting afresh", flush=True)
         group.wait()
         if group.is_main:
             drop_snapshots(folder)  # of later epochs than the first new ones, which would be taken for older
         return [], Begun.new(group)
-    parts: dict[str, dict[str, torch.Tensor]] = {"network": {}, "momentum": {}, "ranks": {}, "sums": {}}
-    for key, tensor in tensors.items():
-        part, _, name = key.partition(".")
-        parts[part][name] = tensor
-    network.load_state_dict(parts["network"])
-    sgd.set_momentum(parts["momentum"])
-    sgd.scaler.set_state(info["scaler"])
+    state.load(tensors, info)
     curve = [Epoch(**row) for row in info["curve"]]
     if "begun" not in info:
         return curve, Begun.new(group)
-    sums = parts["sums"]["epoch"][group.rank].to(group.device)
-    for name, buffer in network.named_buffers():
-        buffer.copy_(parts["ranks"][name][group.rank])
-    return curve, Begun(sums=sums, **info["begun"])
+    return curve, Begun(sums=tensors["sums.epoch"][group.rank].to(group.device), **info["begun"])

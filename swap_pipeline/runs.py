@@ -29,6 +29,10 @@ class Run:
     epochs: int
     learning_rate: Callable[[float], float]
     """of the fractional epoch at which a step begins: LR₁ or LR₂"""
+    shards: int = 1
+    """equal parts of a batch, each normalised on its own"""
+    ema_decay: float | None = None
+    """the result is an exponential mean of the weights"""
     view: Callable[[float], View | None] = as_prepared
     """how images that are read from their files are seen, by epoch"""
     stop_accuracy: float = 100.0
@@ -50,6 +54,10 @@ class Epoch:
     test_top5: float | None
     seconds: float
 
+    @property
+    def score(self) -> Score:
+        return Score(loss=self.test_loss, accuracy=self.test_accuracy, top5=self.test_top5)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
@@ -58,16 +66,16 @@ class Record:
     curve: tuple[Epoch, ...]
     stopped_by: str
     """`accuracy` (τ was passed) or `epochs` (the maximum was reached)"""
+    score: Score
+    """of the network that is the result"""
 
     def as_json(self) -> dict[str, Any]:
-        last = self.curve[-1]
-        score = Score(loss=last.test_loss, accuracy=last.test_accuracy, top5=last.test_top5)
         return {
             "curve": [asdict(row) for row in self.curve],
             "epochs": len(self.curve),
             "stopped_by": self.stopped_by,
-            "train_accuracy": last.train_accuracy,
-            **score.as_json(),
+            "train_accuracy": self.curve[-1].train_accuracy if self.curve else None,
+            **self.score.as_json(),
             "seconds": sum(row.seconds for row in self.curve),
         }
 

@@ -57,7 +57,7 @@ def open_sample(
             _write_index(folder / f"{split}.safetensors", index, indices)
         group.wait()
     root = find_root(setting.root)
-    files = FileImages(folder, split, meta, root=root, test_crop=setting.test_crop, device=group.device)
+    files = FileImages(folder, split, meta, root=root, test_crop=setting.augment.test_crop, device=group.device)
     files.start()
     return files
 

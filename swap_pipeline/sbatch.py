@@ -204,7 +204,7 @@ class Sbatch:
 
     def _submit(self, group: Sequence[tuple[Job, Lock]], display: Display) -> list[Submitted]:
         jobs = [job for job, _ in group]
-        name = f"swap-{jobs[0].instance.method}-{secrets.token_hex(6)}"
+        name = f"swap-{jobs[0].instance.stage}-{secrets.token_hex(6)}"
         is_array = len(jobs) > 1 or jobs[0].instance.seed is not None
         tickets = [Ticket(name, index if is_array else None) for index in range(len(jobs))]
         for job, ticket in zip(jobs, tickets, strict=True):
@@ -225,7 +225,7 @@ class Sbatch:
                 f"{jobs[0].name} could not be submitted ({error}): look at cluster.yaml and `sinfo`, "
                 f"then `dvc repro` again; nothing is lost"
             ) from None
-        what = jobs[0].name if len(jobs) == 1 else f"{len(jobs)} × {jobs[0].instance.method}"
+        what = jobs[0].name if len(jobs) == 1 else f"{len(jobs)} × {jobs[0].instance.stage}"
         display.say(f"{what}: submitted as Slurm job {number}")
         return [
             Submitted(job, lock, ticket, self._queue, number if ticket.index is None else f"{number}_{ticket.index}")
@@ -247,7 +247,7 @@ class Sbatch:
             log = log.replace(f"{ticket.name}-0.log", f"{ticket.name}-%a.log")
         command += [f"--output={log}", "--open-mode=append", f"--signal=B:USR1@{cluster.signal_seconds}"]
         command += [f"--comment={','.join(job.folder.path.name for job in jobs)[:_MAX_COMMENT]}"]
-        options = cluster.options_of(job.instance.method)
+        options = cluster.options_of(job.instance.stage)
         return command + [f"--{key}" if value is None else f"--{key}={value}" for key, value in options.items()]
 
     def watch(self, display: Display) -> None:
@@ -273,7 +273,7 @@ class Sbatch:
                 line += f" ({reasons})"
         if line and line != self._said:
             self._said = line
-            display.say(f"Slurm jobs of {self._at_work[0].job.instance.method}: {line}")
+            display.say(f"Slurm jobs of {self._at_work[0].job.instance.stage}: {line}")
 
     def interrupted(self, number: int, display: Display) -> str:
         """Ctrl-C at a terminal asks; whatever else ends the launcher leaves the jobs alone."""
@@ -300,7 +300,7 @@ class Sbatch:
 
 
 def _shape(job: Job) -> tuple[object, ...]:
-    return job.instance.method, job.nodes, job.processes, job.threads
+    return job.instance.stage, job.nodes, job.processes, job.threads
 
 
 def is_in_queue(folder: Path) -> bool:
@@ -392,10 +392,10 @@ class Submitted:
             again = "`dvc repro` submits it again and goes on from its last snapshot"
             return Failure(f"{job.name}: its Slurm job {number} was cancelled: {again}", may_pass=False)
         if word == "OUT_OF_MEMORY":
-            fix = f"raise sbatch.{job.instance.method}.mem in cluster.yaml"
+            fix = f"raise sbatch.{job.instance.stage}.mem in cluster.yaml"
             return Failure(f"{job.name}: its Slurm job {number} ran out of memory: {fix}\n{logs}", may_pass=False)
         if word == "TIMEOUT":
-            fix = f"raise sbatch.{job.instance.method}.time, or signal_seconds, in cluster.yaml"
+            fix = f"raise sbatch.{job.instance.stage}.time, or signal_seconds, in cluster.yaml"
             text = f"{job.name}: the time of its Slurm job {number} ran out before it could stop: {fix}\n{logs}"
             # A job that stops nowhere in between would take as long again, and get no further.
             return Failure(text, may_pass=job.folder.can_go_on)

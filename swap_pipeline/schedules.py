@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from swap_pipeline.params import EpochList, Schedule
 
@@ -48,26 +48,13 @@ def learning_rate_of(given: Schedule, *, epochs: int, cycles: int = 1, first_epo
         return PiecewiseLinear(
             tuple(epoch - first_epoch for epoch, _ in given.lr_knots), tuple(rate for _, rate in given.lr_knots)
         )
-    assert given.peak_lr is not None and given.warmup_epochs is not None
+    assert given.peak_lr is not None
     length = epochs / cycles
-    cycle = warmup_then_decay(peak=given.peak_lr, warmup_epochs=given.warmup_epochs, epochs=length)
+    # A run of 0 epochs may have a warm-up in its section: it is not used.
+    warmup_epochs = min(given.warmup_epochs or 0, length)
+    cycle = warmup_then_decay(peak=given.peak_lr, warmup_epochs=warmup_epochs, epochs=length)
     return PiecewiseLinear(
         tuple(k * length + epoch for k in range(cycles) for epoch in cycle.epochs), tuple(cycle.values) * cycles
-    )
-
-
-def cyclic_after(given: Schedule, *, last_epoch: int, peak_lr: float) -> Schedule:
-    """Batches and images as `given` has them in an epoch; the learning rate of each cycle from `peak_lr` down to 0."""
-
-    def held(value: Any) -> Any:
-        return None if value is None else by_epoch(value)(last_epoch)
-
-    return Schedule(
-        batch_size=held(given.batch_size),
-        peak_lr=peak_lr,
-        warmup_epochs=0,
-        image_size=held(given.image_size),
-        min_scale=held(given.min_scale),
     )
 
 

@@ -2,42 +2,49 @@
 
 DVC deletes a stage's outs before the stage runs, so what must survive a kill lives here, outside of them, in
 `.swap/<stage>/<fingerprint>/`. The fingerprint covers all that can change the bytes of the result: a job that is
-started again finds its own snapshots, and a job with any other setting gets another folder.
+started again finds its own snapshots, and a job with any other setting gets another folder. A result is given out only
+if it is as it was written, and only while what it was made from is as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import functools
-import hashlib
-import importlib.metadata
-import json
 import os
 import re
 import shutil
+import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.errors import SwapError
+import xxhash
+
+from swap_pipeline.environment import project_folder
+from swap_pipeline.errors import DamagedFileError, SwapError
+from swap_pipeline.files import atomic_write, read_json, write_json
+from swap_pipeline.inputs import Inputs
 from swap_pipeline.instances import Instance
-from swap_pipeline.own_network import source_file
 
 RESULT = "result"
+RECORD = "record.json"
+_DIGESTS = "digests.json"
+LAUNCHER_LOCK, WRITER_LOCK = "launcher.lock", "writer.lock"
 
 
 def scratch_root() -> Path:
-    """`.swap` of the project; experiments in temporary folders share their parent project's (DVC_ROOT names it)."""
-    return Path(os.environ.get("DVC_ROOT", ".")) / ".swap"
+    """`.swap` of the project; experiments in temporary folders and the analysis share it."""
+    return project_folder() / ".swap"
 
 
 def job_folder(instance: Instance, *, device_type: str, processes: int, threads: int) -> JobFolder:
     """Where this job works: named after everything that can change its result."""
     facts = facts_of(device_type=device_type, processes=processes, threads=threads)
-    return JobFolder(scratch_root() / instance.stage / fingerprint(instance, facts=facts))
+    inputs = Inputs.now(instance)
+    return JobFolder(scratch_root() / instance.stage / inputs.fingerprint(facts), inputs)
 
 
 def facts_of(*, device_type: str, processes: int, threads: int) -> dict[str, Any]:
@@ -46,87 +53,17 @@ def facts_of(*, device_type: str, processes: int, threads: int) -> dict[str, Any
     return facts | {"threads": threads} if device_type == "cpu" else facts
 
 
-@functools.lru_cache(maxsize=8)
-def _parsed(text: str) -> Any:
-    """YAML takes tenths of a second, and `swap clean` asks for dozens of instances of a few files."""
-    from ruamel.yaml import YAML
-
-    return YAML(typ="safe", pure=True).load(text)
-
-
-def declared_stage(instance: Instance) -> tuple[list[str], list[str]]:
-    """What `dvc.yaml` lists for the instance: deps and params."""
-    tree = _parsed(Path(instance.stage_file).read_text(encoding="utf-8"))
-    declared = tree["stages"][instance.stage]
-
-    def filled_in(text: str) -> str:
-        for key, value in instance.item.items():
-            text = text.replace(f"${{item.{key}}}", str(value))
-        return text
-
-    return [filled_in(path) for path in declared["deps"]], declared["params"]
-
-
-def fingerprint(instance: Instance, *, facts: Mapping[str, Any]) -> str:
-    """A hash of everything that `dvc.yaml` lists for the instance, of its matrix item and of further `facts`."""
-    return next(iter(fingerprints(instance, [facts])))
-
-
-def fingerprints(
-    instance: Instance, choices: Iterable[Mapping[str, Any]], *, hash_path: Callable[[Path], Any] | None = None
-) -> Iterator[str]:
-    """The fingerprint under each of several sets of facts; what the instance depends on is read only once."""
-    hash_path = hash_path or hash_of
-    deps, keys = declared_stage(instance)
-    params = _parsed(Path("params.yaml").read_text(encoding="utf-8"))
-    content = {
-        "stage": instance.stage,
-        "item": instance.item,
-        "deps": {path: hash_path(Path(path)) for path in (*deps, *unlisted_code(deps, params["model"]["name"]))},
-        "params": {key: _lookup(params, key) for key in keys},
-    }
-    torch = importlib.metadata.version("torch")
-    for facts in choices:
-        content["facts"] = {**facts, "torch": torch}
-        yield hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def unlisted_code(deps: Collection[str], network: str) -> list[str]:
-    """The file of a user's own network, if a stage's deps in `dvc.yaml` leave it out.
-
-    DVC then does not notice an edit, but scratch must: what was trained with other code is another job's.
-    """
-    file = source_file(network)
-    covered = file is None or any(file == Path(dep) or Path(dep) in file.parents for dep in deps)
-    return [] if covered or file is None else [str(file)]
-
-
-def _lookup(tree: Any, dotted: str) -> Any:
-    for part in dotted.split("."):
-        tree = tree[part]
-    return tree
-
-
-def hash_of(path: Path) -> Any:
-    """A hash of a file, or of each file in a folder by name."""
-    if path.is_dir():
-        return {entry.name: hash_of(entry) for entry in sorted(path.iterdir())}
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
-
-
 @dataclass(frozen=True)
 class JobFolder:
     """The scratch folder of one job."""
 
     path: Path
+    inputs: Inputs | None = field(default=None, compare=False, repr=False)
+    """what it was named after, where that is known"""
 
     @property
     def result(self) -> Path:
-        """Exists once the job is complete, and then holds all that it made."""
+        """Exists once the job is complete, and then holds all that it made, and a digest of each file."""
         return self.path / RESULT
 
     @property
@@ -146,16 +83,65 @@ class JobFolder:
         return any(True for pattern in patterns for _ in self.path.glob(pattern))
 
     @contextlib.contextmanager
-    def complete(self) -> Iterator[Path]:
-        """A folder to fill; when the block ends without an error it becomes the result, in one step."""
+    def complete(self, *, kept: Iterable[str] = ()) -> Iterator[Path]:
+        """A folder to fill; when the block ends without an error it becomes the result, in one step.
+
+        The files of these names that were kept on the way are in it; all of them have to be there.
+        """
         partial = self.path / f"{RESULT}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        for path in self.kept.glob("*.safetensors"):
-            _link_or_copy(path, partial / path.name)
+        for name in kept:
+            _link(self.kept / name, partial / name)
         yield partial
+        write_json(partial / _DIGESTS, {path.name: _digest(path) for path in partial.iterdir()})
         partial.rename(self.result)
         shutil.rmtree(self.kept, ignore_errors=True)
+
+    def digests(self) -> dict[str, str]:
+        """Of all files of the result, as the job wrote them, by name."""
+        digests = read_json(self.result / _DIGESTS)
+        if not isinstance(digests, dict) or RECORD not in digests:
+            raise DamagedFileError(self.result / _DIGESTS, "it has another form")
+        return digests
+
+    def damage(self) -> str:
+        """Why the result is not as the job wrote it; empty if it is."""
+        path = self.result / _DIGESTS
+        try:
+            for name, digest in self.digests().items():
+                path = self.result / name
+                if _digest(path) != digest:
+                    return f"{name} does not match its digest"
+        except FileNotFoundError:
+            return f"{path.name} is missing"
+        except OSError as error:  # it may be whole: it is for people to fix the disk
+            raise SwapError(
+                f"{path} cannot be read ({error.strerror}): check the disk, then `dvc repro` again"
+            ) from None
+        except SwapError:
+            return f"{path.name} is missing or cannot be read"
+        return ""
+
+    def set_aside_damaged(self) -> None:
+        """Of a complete job: a result that is not as it was written must not be given out, but made again."""
+        lock = Lock(self.path / "launcher.lock")
+        if not self.is_complete or not lock.try_acquire():
+            return
+        try:
+            if reason := self.damage():
+                aside = self.path / f"{RESULT}.damaged"
+                shutil.rmtree(aside, ignore_errors=True)
+                self.result.rename(aside)
+                what = f"{self.result} is damaged ({reason})"
+                print(f"warning: {what}: it is set aside as {aside.name} and made again", flush=True)
+        finally:
+            lock.release()
+
+    def check_inputs(self) -> None:
+        """For a rank that has read params, code and data: they must be those that its folder was named after."""
+        if self.inputs is not None:
+            self.inputs.check(when="while it started", remedy="run `dvc repro` again")
 
     @contextlib.contextmanager
     def writer(self, *, is_main: bool) -> Iterator[None]:
@@ -164,7 +150,7 @@ class JobFolder:
             yield
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = Lock(self.path / "writer.lock")
+        lock = Lock(self.path / WRITER_LOCK)
         deadline = time.monotonic() + 60
         while not lock.try_acquire():
             # An orphan of a killed launcher is about to end; anything that stays longer is not ours to end.
@@ -182,22 +168,33 @@ class JobFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def collect(self, instance: Instance) -> None:
-        """Put the result where DVC expects it: links where the file system allows, else copies, never moves.
+        """Put the result where DVC expects it, if it is whole and what it was made from is as it was.
 
+        A copy, since the workspace's file may share an inode with DVC's cache: what damages that must not damage this.
         What a launcher that was killed here left behind goes.
         """
+        if reason := self.damage():
+            raise SwapError(f"{self.result} is damaged ({reason}): run `dvc repro` again, which makes it again")
+        self._check_current()
         for leftover in instance.record.parent.glob(f".{instance.record.name}.*.tmp"):
             leftover.unlink(missing_ok=True)
         if instance.has_models:
-            made, checkpoints = sorted(self.result.glob("*.safetensors")), instance.checkpoints
+            made = [self.result / name for name in sorted(self.digests()) if name.endswith(".safetensors")]
+            checkpoints = instance.checkpoints
             checkpoints.mkdir(parents=True, exist_ok=True)
             for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
                 stale.unlink()
             for leftover in checkpoints.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
             for path in made:
-                _link_or_copy(path, checkpoints / path.name)
-        _link_or_copy(self.result / "record.json", instance.record)
+                _copy(path, checkpoints / path.name)
+        _copy(self.result / RECORD, instance.record)
+        self._check_current()  # again, since copies take time: DVC takes note of params and deps after this
+
+    def _check_current(self) -> None:
+        if self.inputs is not None:
+            kept = f"its result stays in {self.path}"
+            self.inputs.check(when="while it ran", remedy=f"{kept}; run `dvc repro` again")
 
 
 def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:
@@ -218,22 +215,43 @@ def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:
     return removed
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
+def _link(source: Path, target: Path) -> None:
     try:
-        try:
-            os.link(source, temporary)
-        except OSError:
-            shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)  # replacing a file by another link to it leaves both names
+        os.link(source, target)
+    except OSError:  # not on all file systems
+        _copy(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A copy, whole or absent; on file systems that can (XFS, btrfs) both share their blocks until one is changed.
+
+    Not forced to disk: the source is, and a copy that a power cut tears fails its digests.
+    """
+    with source.open("rb", buffering=0) as given, atomic_write(target, durable=False) as taken:
+        left = os.fstat(given.fileno()).st_size
+        with contextlib.suppress(AttributeError, OSError):  # not everywhere, nor between all file systems
+            while left and (count := os.copy_file_range(given.fileno(), taken.fileno(), left)):
+                left -= count
+        if left:
+            given.seek(-left, os.SEEK_END)
+            taken.seek(0, os.SEEK_END)
+            shutil.copyfileobj(given, taken, 1 << 22)  # which also finds out if the disk is full
+
+
+def _digest(path: Path) -> str:
+    """Of a whole file: finds damage, at the speed of memory."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 class Lock:
-    """An exclusive lock on a file, released by the kernel when the process ends, however it ends."""
+    """An exclusive lock on a file, released by the kernel when the process ends, however it ends.
+
+    The file is opened only if it is a plain one with this one name: what a link leads to is somebody else's.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -241,28 +259,59 @@ class Lock:
 
     def try_acquire(self) -> bool:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = self._open(os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            if not self._try_flock(handle, fcntl.LOCK_EX) or not self._is_of(handle):
+                return False  # not ours, or the folder was removed between the two calls: `swap clean`
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            self._handle, handle = handle, -1
+            return True
+        finally:
+            if handle >= 0:
+                os.close(handle)
+
+    def is_held(self) -> bool:
+        """Whether some process has it; nothing is made or changed by asking."""
+        try:
+            handle = self._open(os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            return not self._try_flock(handle, fcntl.LOCK_SH)
+        finally:
             os.close(handle)
+
+    def _open(self, flags: int) -> int:
+        try:
+            handle = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise self._not_plain() from None
+            raise
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            os.close(handle)
+            raise self._not_plain()
+        return handle
+
+    def _not_plain(self) -> SwapError:
+        return SwapError(f"{self.path} is a link or no plain file, so it is not used as a lock: delete it")
+
+    def _try_flock(self, handle: int, kind: int) -> bool:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
             return False
         except OSError as error:
-            os.close(handle)
             raise SwapError(
                 f"{self.path.parent} is on a file system without file locks ({error.strerror}): move the project"
             ) from None
-        if not self._is_of(handle):  # the folder was removed between the two calls: `swap clean`
-            os.close(handle)
-            return False
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-        self._handle = handle
         return True
 
     def _is_of(self, handle: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(handle), self.path.stat())
+            return os.path.samestat(os.fstat(handle), self.path.lstat())
         except FileNotFoundError:
             return False
 
@@ -275,6 +324,7 @@ class Lock:
     def holder(self) -> str:
         """The process id of the one who has it, as far as is known."""
         try:
-            return self.path.read_text(encoding="utf-8").strip() or "?"
-        except OSError:
+            text = self.path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
             return "?"
+        return text if text.isdecimal() else "?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swap_pipeline.data import derive_seed
 from swap_pipeline.params import Augment, Compute, Model, Params
 
 
@@ -11,19 +12,24 @@ from swap_pipeline.params import Augment, Compute, Model, Params
 class Setting:
     """The part of `params.yaml` that all phases have in common."""
 
+    seed: int
     root: str
     """where image files are found; what is in them was recorded when they were prepared"""
-    test_crop: str
     augment: Augment
     model: Model
     compute: Compute
 
+    @property
+    def seed_of_statistics(self) -> int:
+        """Order and augmentation of a pass for batch-norm statistics."""
+        return derive_seed("phase3", self.seed)
+
 
 def setting_of(params: Params) -> Setting:
     return Setting(
+        seed=params.seed,
         root=params.data.root,
-        test_crop=params.data.test_crop,
-        augment=params.data.augment,
+        augment=params.augment,
         model=params.model,
         compute=params.compute,
     )

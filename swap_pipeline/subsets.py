@@ -89,9 +89,10 @@ def run_subsets_job(
         if group.main_says(folder.is_complete):
             return
         seeds = sorted(workers)
-        subsets = subsets_of(seeds, at_most=at_most, seed=statistics.seed)
+        subsets = subsets_of(seeds, at_most=at_most, seed=setting.seed_of_statistics)
         reporter = Reporter(name=name, total=len(subsets), folder=folder.path, is_main=group.is_main)
         averager = Averager.open(setting, statistics, group)
+        folder.check_inputs()
         reporter.done(
             0,
             f"{len(subsets)} averages × 2 passes ({len(averager.train_images):,} images for statistics, "

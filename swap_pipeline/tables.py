@@ -1,253 +1,278 @@
-"""What plain training and SWA give beside SWAP, at what cost: the paper's Tables 1 to 4 from the records of all runs.
+"""The paper's Tables 1 to 4 from the experiments that exist: each method's figures over its seeds, beside SWAP's.
 
-What is missing leaves a dash and a note. A quantity has one value in each repeat; tables show their mean, and under it
-what the paper reports.
+What is missing leaves a dash and a note.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from swap_pipeline.comparison import (
-    QUANTITIES,
-    Comparison,
-    Measured,
-    Method,
-    Record,
-    Row,
-    Runs,
-    Table,
-    by_method,
-    is_known,
-    make_rows,
-    of_average,
-    of_plain,
-    of_swa,
-    of_swap,
-    of_workers,
-    parts_of,
-)
-from swap_pipeline.instances import SWA_STARTS, Instance
-from swap_pipeline.paper_figures import PLAIN_IN_PAPER, SWA_IN_PAPER, Figure, Paper
-from swap_pipeline.report import aligned
-from swap_pipeline.tables_words import (
-    different_repeats,
-    distinct,
-    missing_parts,
-    missing_start,
-    not_recorded,
-    other_samples,
-    ratio,
-    shared_captions,
-    source,
-)
+from swap_pipeline.experiments import Experiment
+from swap_pipeline.measured import Measured
+from swap_pipeline.paper_figures import PLAIN_IN_PAPER, SWA_IN_PAPER, Figures, Paper
 
-DASH = "–"
+Record = Mapping[str, Any]
+Values = Mapping[str, float | None]
 
 
-def instances(*, seeds: Sequence[int], repeats: Sequence[int]) -> list[Instance]:
-    """All runs whose records the tables show; `repeats` are the further ones, as in the params."""
-    methods = ("swap", "small_batch", "large_batch", *SWA_STARTS)
-    return [part for repeat in (0, *repeats) for method in methods for part in parts_of(method, repeat, seeds)]
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """Something that is measured once in each experiment."""
+
+    title: str
+    unit: str
+    digits: int
+    best: Callable[[Iterable[float]], float] | None
 
 
-def compare(
-    records: Mapping[Instance, Record],
-    *,
-    seeds: Sequence[int],
-    repeats: Sequence[int],
-    epochs: int,
-    cycles: int,
-    recipe: str,
-) -> Comparison:
-    """Both tables, from the records that there are; epochs and cycles are those of phase 2."""
-    wanted = {part: records[part] for part in instances(seeds=seeds, repeats=repeats) if part in records}
-    for part in [part for part in wanted if part.method == "phase3"]:
-        if wanted[part].get("models", len(seeds) * cycles) != len(seeds) * cycles:
-            del wanted[part]  # the average of other workers than those that are listed
-    runs = Runs(records=wanted, repeats=(0, *repeats), seeds=tuple(seeds), epochs=epochs, cycles=cycles)
-    tables = (
-        plain_table(runs, PLAIN_IN_PAPER.get(recipe, Paper())),
-        swa_table(runs, SWA_IN_PAPER.get(recipe, Paper())),
-    )
-    return Comparison(recipe=recipe, repeats=runs.repeats, tables=tables)
+QUANTITIES = {
+    "test_accuracy": Quantity(title="accuracy (%)", unit="%", digits=2, best=max),
+    "test_top5": Quantity(title="top-5 (%)", unit="%", digits=2, best=max),
+    "before_averaging": Quantity(title="before averaging (%)", unit="%", digits=2, best=max),
+    "after_averaging": Quantity(title="after averaging (%)", unit="%", digits=2, best=max),
+    "devices": Quantity(title="devices", unit="devices", digits=0, best=None),
+    "training_time": Quantity(title="time (s)", unit="s", digits=1, best=min),
+    "total_compute": Quantity(title="device-seconds", unit="device-seconds", digits=1, best=min),
+}
+_PLAIN_COLUMNS = ("test_accuracy", "test_top5", "devices", "training_time", "total_compute")
+_SWA_COLUMNS = ("before_averaging", "after_averaging", "devices", "training_time", "total_compute")
 
 
-def plain_table(runs: Runs, paper: Paper) -> Table:
-    """Tables 1 to 3 of the paper."""
-    small, large, swap = runs.complete("small_batch"), runs.complete("large_batch"), runs.complete("swap")
-    measured: list[Method] = [
-        ("small_batch", "SGD (small-batch)", {r: of_plain(run) for r, [run] in small.items()}),
-        ("large_batch", "SGD (large-batch)", {r: of_plain(run) for r, [run] in large.items()}),
-        ("swap_before", "SWAP (before averaging)", {r: of_workers(parts) for r, parts in swap.items()}),
-        ("swap_after", "SWAP (after averaging)", {r: of_average(parts) for r, parts in swap.items()}),
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """What the stages of an experiment recorded."""
+
+    phase1: Record
+    workers: Sequence[Record]
+    phase3: Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method in one table."""
+
+    key: str
+    title: str
+    measured: Mapping[str, Measured]
+    minus_swap: Mapping[str, Measured]
+    """the difference to SWAP, seed by seed; empty for SWAP itself"""
+    paper: Figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table; the first accuracy after averaging is what methods are compared by."""
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    accuracy: str
+    rows: tuple[Row, ...]
+    source: str
+    """of the paper's figures"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """All tables of a recipe."""
+
+    recipe: str
+    tables: tuple[Table, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({seed for table in self.tables for row in table.rows for seed in _seeds(row)})
+
+
+def _seeds(row: Row) -> set[int]:
+    return {seed for measured in row.measured.values() for seed in measured.values}
+
+
+Found = Mapping[str, Mapping[int, Experiment]]
+"""Experiments by method and seed."""
+
+
+def make_tables(
+    recipe: str, methods: Sequence[str], found: Found, records: Mapping[str, Records], notes: Sequence[str] = ()
+) -> Tables:
+    """`records` come by the experiment's commit; those that DVC does not have here are missing."""
+    swa = [method for method in _SWA_ROWS if method in methods]
+    plain = [method for method in (*PLAIN_TITLES, *methods) if method in methods and method not in _SWA_ROWS]
+    values = {
+        method: {seed: measure(one, records.get(one.commit)) for seed, one in by_seed.items()}
+        for method, by_seed in found.items()
+    }
+    before = {seed: measure_before(one, records.get(one.commit)) for seed, one in found.get("swap", {}).items()}
+    plain_rows = [
+        *((method, PLAIN_TITLES.get(method, method), values.get(method, {})) for method in dict.fromkeys(plain)),
+        *([("swap_before", "SWAP (before averaging)", before)] if "swap" in methods else []),
+        *([("swap_after", "SWAP (after averaging)", values.get("swap", {}))] if "swap" in methods else []),
     ]
-    top5 = ("test_top5",) if is_known("test_top5", measured, paper) else ()
-    columns = ("test_accuracy", *top5, "devices", "training_time", "total_compute")
-    rows = make_rows(measured, columns, paper)
-    shown = by_method(rows)
-    return Table(
-        key="plain_training",
-        title="SWAP beside plain training",
-        columns=columns,
-        rows=rows,
-        captions=(
-            *shared_captions(runs, rows, ("small_batch", "large_batch", "phase1", "phase2", "phase3")),
-            *ratio(shown["swap_after"], shown["small_batch"]),
-            *source(paper),
+    swa_rows = [(method, _swa_title(method, found.get(method, {})), values.get(method, {})) for method in swa]
+    paper, paper_swa = PLAIN_IN_PAPER.get(recipe, Paper()), SWA_IN_PAPER.get(recipe, Paper())
+    return Tables(
+        recipe=recipe,
+        tables=(
+            _table("plain_training", "SWAP beside plain training", _PLAIN_COLUMNS, plain_rows, "swap_after", paper),
+            _table("swa", "SWA beside SWAP", _SWA_COLUMNS, swa_rows, "swap", paper_swa),
         ),
-        notes=(
-            *(note for method in ("small_batch", "large_batch", "swap") for note in missing_parts(runs, method)),
-            *not_recorded(rows, columns),
-            *different_repeats(rows),
-        ),
+        notes=(*notes, *missing(methods, found), *not_recorded(found, records), *_how_it_ran(found, records)),
     )
 
 
-def swa_table(runs: Runs, paper: Paper) -> Table:
-    """Table 4 of the paper."""
-    columns = ("before_averaging", "after_averaging", "training_time", "total_compute")
-    titles = {
-        "swa_large_batch": "Large-batch SWA",
-        "swa_large_then_small": "Large-batch followed by small-batch SWA",
-        "swa_small_batch": "Small-batch SWA",
+PLAIN_TITLES = {
+    "small_batch": "SGD (small-batch)",
+    "large_batch": "SGD (large-batch)",
+    "small_batch_ema": "SGD (small-batch) with EMA",
+    "large_batch_ema": "SGD (large-batch) with EMA",
+}
+SWA_TITLES = {
+    "swa_large_batch": "large-batch SWA",
+    "swa_large_then_small": "large-, then small-batch SWA",
+    "swa_small_batch": "small-batch SWA",
+}
+
+
+_SWA_ROWS = (*SWA_TITLES, "swap", "swap_40")
+
+
+def _swa_title(method: str, experiments: Mapping[int, Experiment]) -> str:
+    if method in SWA_TITLES:
+        return SWA_TITLES[method]
+    epochs = {one.params["phase2"]["epochs"] for one in experiments.values()}
+    return f"SWAP ({epochs.pop()} small-batch epochs)" if len(epochs) == 1 else "SWAP"
+
+
+def _table(
+    key: str,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[tuple[str, str, Mapping[int, Values]]],
+    swap: str,
+    paper: Paper,
+) -> Table:
+    measured = {
+        row: {
+            column: Measured({seed: value for seed, one in runs.items() if (value := one[column]) is not None})
+            for column in columns
+        }
+        for row, _, runs in rows
     }
-    epochs = "1 small-batch epoch" if runs.epochs == 1 else f"{runs.epochs} small-batch epochs"
-    measured: list[Method] = [
-        *((method, titles[method], of_swa(runs, method)) for method in SWA_STARTS),
-        ("swap", f"SWAP ({epochs})", {r: of_swap(parts) for r, parts in runs.complete("swap").items()}),
+    known = [
+        column
+        for column in columns
+        if column != "test_top5"
+        or any(entry[column].n for entry in measured.values())
+        or any(column in figures for figures in paper.rows.values())
     ]
-    rows = make_rows(measured, (*columns, "devices"), paper)
-    shown = by_method(rows)
     return Table(
-        key="swa",
-        title="SWA beside SWAP",
-        columns=columns,
-        rows=rows,
-        captions=(
-            "Before averaging: the mean over the sampled models, of SWAP over the workers.",
-            "Training time of SWA: the run that it starts from (large batch, phase 1, small batch), then its cycles, "
-            "one after another, and the average.",
-            *shared_captions(runs, rows, ("large_batch", "phase1", "small_batch", *SWA_STARTS, "phase2", "phase3")),
-            *ratio(shown["swap"], shown["swa_small_batch"]),
-            *source(paper),
+        key=key,
+        title=title,
+        columns=tuple(known),
+        accuracy="after_averaging" if "after_averaging" in columns else "test_accuracy",
+        rows=tuple(
+            Row(
+                key=row,
+                title=name,
+                measured={column: measured[row][column] for column in known},
+                minus_swap={
+                    column: measured[row][column].minus(measured[swap][column])
+                    for column in known
+                    if row != swap and swap in measured
+                },
+                paper=paper.rows.get(row, {}),
+            )
+            for row, name, _ in rows
         ),
-        notes=(
-            *(note for method in (*SWA_STARTS, "swap") for note in missing_parts(runs, method)),
-            *(note for method in SWA_STARTS for note in missing_start(runs, method)),
-            *(note for method in SWA_STARTS for note in other_samples(runs, method)),
-            *not_recorded(rows, (*columns, "devices")),
-            *different_repeats(rows),
-        ),
+        source=paper.source if any(row in paper.rows for row, _, _ in rows) else "",
     )
 
 
-def markdown(comparison: Comparison) -> str:
-    """Both tables with their captions and notes; reads well as it is, too."""
-    return "# Comparisons\n\n" + "\n".join(map(_table_markdown, comparison.tables))
-
-
-def _table_markdown(table: Table) -> str:
-    rows = [("method", *(QUANTITIES[key].title for key in table.columns))]
-    bold = {key: best_rows(key, [row.measured[key] for row in table.rows]) for key in table.columns}
-    for i, row in enumerate(table.rows):
-        cells = ((cell(key, row.measured[key]), i in bold[key]) for key in table.columns)
-        rows.append((row.title, *(f"**{text}**" if is_best else text for text, is_best in cells)))
-        if row.paper:
-            rows.append(("*paper*", *(paper_cell(key, row.paper.get(key)) for key in table.columns)))
-    lines = [f"- {line}" for line in table.captions]
-    if table.notes:
-        lines += ["", "Notes:", "", *(f"- {note}" for note in table.notes)]
-    return f"## {table.title}\n\n{aligned(rows)}\n\n" + "\n".join(lines) + "\n"
-
-
-def cell(key: str, measured: Measured) -> str:
-    """`95.24 ± 0.09`; without ± for one value, and for devices, which are counted."""
-    if measured.mean is None:
-        return DASH
-    if key == "devices":
-        return distinct(measured)
-    digits = QUANTITIES[key].digits
-    spread = "" if measured.std is None else f" ± {measured.std:.{digits}f}"
-    return f"{measured.mean:.{digits}f}{spread}"
-
-
-def paper_cell(key: str, figure: Figure | None) -> str:
-    if figure is None:
-        return DASH
-    return figure.text if figure.unit == QUANTITIES[key].unit else f"{figure.text} {figure.unit}"
-
-
-def best_rows(key: str, column: Sequence[Measured]) -> set[int]:
-    """Positions of the best mean, by the digits that are shown; none where there is nothing to compare."""
-    best, digits = QUANTITIES[key].best, QUANTITIES[key].digits
-    shown = {i: float(f"{entry.mean:.{digits}f}") for i, entry in enumerate(column) if entry.mean is not None}
-    if best is None or len(shown) < 2:
-        return set()
-    return {i for i, value in shown.items() if value == best(shown.values())}
-
-
-def as_json(comparison: Comparison) -> dict[str, Any]:
-    """Everything, each repeat's values too: tables, then methods, then quantities, by name."""
+def measure(experiment: Experiment, records: Records | None) -> Values:
+    """Everything that the tables show of an experiment."""
+    metrics = experiment.metrics
+    parts = [] if records is None else [records.phase1, *_trained(records), records.phase3]
     return {
-        "recipe": comparison.recipe,
-        "repeats": list(comparison.repeats),
-        "tables": {
-            table.key: {
-                "title": table.title,
-                "columns": list(table.columns),
-                "rows": {row.method: _row_json(row) for row in table.rows},
-                "captions": list(table.captions),
-                "notes": list(table.notes),
-            }
-            for table in comparison.tables
-        },
+        "test_accuracy": metrics["accuracy"],
+        "test_top5": None if records is None else records.phase3.get("test_top5"),
+        "before_averaging": metrics["workers"],
+        "after_averaging": metrics["accuracy"],
+        "devices": None if records is None else _devices(records),
+        "training_time": metrics["seconds"],
+        "total_compute": sum(part["seconds"] * part["num_devices"] for part in parts) if parts else None,
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def measure_before(experiment: Experiment, records: Records | None) -> Values:
+    """The same of its workers, had they not been averaged."""
+    whole = measure(experiment, records)
+    before: dict[str, float | None] = {**whole, "test_accuracy": whole["before_averaging"]}
+    if records is None:
+        return {**before, "training_time": None}
+    top5 = [worker.get("test_top5") for worker in records.workers]
+    last, compute = records.phase3["seconds"], whole["total_compute"]
     return {
-        "title": row.title,
-        "quantities": {
-            key: {
-                "unit": QUANTITIES[key].unit,
-                "mean": measured.mean,
-                "std": measured.std,
-                "n": measured.n,
-                "repeats": {str(repeat): value for repeat, value in measured.values.items()},
-                "paper": _figure_json(row.paper.get(key)),
-            }
-            for key, measured in row.measured.items()
-        },
+        **before,
+        "test_top5": None if None in top5 else statistics.fmean(value for value in top5 if value is not None),
+        "training_time": experiment.metrics["seconds"] - last,
+        "total_compute": None if compute is None else compute - last * records.phase3["num_devices"],
     }
 
 
-def _figure_json(figure: Figure | None) -> dict[str, Any] | None:
-    if figure is None:
-        return None
-    return {"mean": figure.mean, "std": figure.std, "text": figure.text, "unit": figure.unit}
+def _trained(records: Records) -> list[Record]:
+    """The workers that had epochs."""
+    return [worker for worker in records.workers if worker["curve"]]
 
 
-def as_csv(comparison: Comparison) -> str:
-    """One line for each quantity of each method in each table.
+def _devices(records: Records) -> int:
+    """As many as its time takes: the workers are side by side."""
+    return max(int(records.phase1["num_devices"]), sum(int(worker["num_devices"]) for worker in _trained(records)))
 
-    `mean`, `std` and the values of the repeats, in columns `repeat_0`, `repeat_1`, …, are in `unit`; the paper's
-    figures are in `paper_unit`. What is missing is empty.
-    """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    of_repeats = (f"repeat_{repeat}" for repeat in comparison.repeats)
-    of_paper = ("paper_mean", "paper_std", "paper_unit")
-    writer.writerow(("table", "method", "quantity", "unit", "mean", "std", "n", *of_paper, *of_repeats))
-    for table in comparison.tables:
-        for row in table.rows:
-            for key, entry in row.measured.items():
-                figure = row.paper.get(key)
-                paper = (None,) * 3 if figure is None else (figure.mean, figure.std, figure.unit)
-                values = (entry.values.get(repeat) for repeat in comparison.repeats)
-                head = (table.key, row.method, key, QUANTITIES[key].unit)
-                writer.writerow((*head, entry.mean, entry.std, entry.n, *paper, *values))
-    return text.getvalue()
+
+def missing(methods: Sequence[str], found: Found) -> list[str]:
+    """What other methods have and one has not."""
+    seeds = sorted({seed for by_seed in found.values() for seed in by_seed})
+    notes = []
+    for method in methods:
+        lacking = [seed for seed in seeds if seed not in found.get(method, {})]
+        if not seeds or lacking:
+            options = f" --methods {method}" + (f" --seeds {','.join(map(str, lacking))}" if lacking else "")
+            what = "not run" if len(lacking) == len(seeds) else f"no seed {', '.join(map(str, lacking))}"
+            notes.append(f"{method}: {what} (`swap compare{options}`)")
+    return notes
+
+
+def not_recorded(found: Found, records: Mapping[str, Records]) -> list[str]:
+    names = [one.name for by_seed in found.values() for one in by_seed.values() if one.commit not in records]
+    if not names:
+        return []
+    return [f"devices, compute and top-5 of {', '.join(names)}: their records are not in DVC's cache"]
+
+
+def _how_it_ran(found: Found, records: Mapping[str, Records]) -> list[str]:
+    """On which devices, and what shared the machine: it may have been slower for that."""
+    if not records:
+        return []
+    ran: dict[str, set[tuple[float, float]]] = {
+        one.name: {(part["ran"][0], part["ran"][1]) for part in (read.phase1, *_trained(read), read.phase3)}
+        for by_seed in found.values()
+        for one in by_seed.values()
+        if (read := records.get(one.commit))
+    }
+    devices = dict.fromkeys(part["devices"] for read in records.values() for part in (read.phase1, *_trained(read)))
+    beside = [
+        (one, other)
+        for one, other in itertools.combinations(ran, 2)
+        # What they share ran once.
+        if any(a[0] < b[1] and b[0] < a[1] for a in ran[one] - ran[other] for b in ran[other] - ran[one])
+    ]
+    names = sorted({name for pair in beside for name in pair})
+    return [
+        f"ran on {', '.join(devices)}",
+        *([f"shared the machine with others, which may have cost time: {', '.join(names)}"] if names else []),
+    ]

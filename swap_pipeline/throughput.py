@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from swap_pipeline.devices import local_machine
 from swap_pipeline.distributed import Group
-from swap_pipeline.launch import local_machine
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Compute, Model, Optimizer
 from swap_pipeline.placement import set_up

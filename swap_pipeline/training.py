@@ -5,8 +5,11 @@ Phase 1, every worker of phase 2 and any baseline are calls of `train`; they dif
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,14 +21,16 @@ from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.evaluation import evaluate
 from swap_pipeline.memory import is_out_of_memory, must_fit
-from swap_pipeline.params import Augment, Compute, Optimizer, check_divisible
+from swap_pipeline.moving_mean import MovingMean
+from swap_pipeline.params import Augment, Compute, Optimizer
 from swap_pipeline.placement import set_up
 from swap_pipeline.precision import Scaler, autocast
 from swap_pipeline.progress import Reporter
 from swap_pipeline.ranks import quick_imports
-from swap_pipeline.resuming import Begun, keep, resume
+from swap_pipeline.resuming import Begun, State, keep, resume
 from swap_pipeline.runs import Epoch, Record, Run, reason_to_stop
 from swap_pipeline.sgd import FiniteGuard, Sgd
+from swap_pipeline.shards import Shards
 from swap_pipeline.stopping import Stopped, StopRequest
 
 
@@ -42,114 +47,217 @@ def train(
     snapshots: Path,
     reporter: Reporter,
     num_classes: int | None = None,
-    at_epoch_end: Callable[[int], None] = lambda epoch: None,
+    at_epoch_end: Callable[[int, nn.Module], None] = lambda epoch, network: None,
 ) -> Record:
     """Train `network` in place, from its present weights or from the newest snapshot in the folder `snapshots`.
 
-    `at_epoch_end(epoch)` is called on the main rank when the network is as it is after so many epochs, and once more
-    for an epoch that is repeated after a kill.
+    `at_epoch_end(epoch, network)` is called on the main rank with the network that would be the result after so many
+    epochs, and once more for an epoch that is repeated after a kill.
     """
     _check(run, train_images, augment, group)
     set_up(network, compute, group)
     with autocast(compute.precision, group.device):
         shapes = {train_images.image_shape(run.view(epoch)) for epoch in range(run.epochs)}
         _try_out(network, shapes, num_classes, group)
-    parallel: Callable[..., torch.Tensor] = _wrap(network, train_images.image_shape(run.view(0)), group)
-    if compute.compile:
-        # What is compiled is a wrapper: `network` itself, and with it the names in checkpoints, stay as they are.
-        # One static graph for each image size, so that a resumed run computes like one that was never stopped.
-        parallel = torch.compile(parallel, dynamic=False)
-    scaler = Scaler(compute.precision, group.device)
-    sgd = Sgd(network, optimizer, scaler)
-    curve, begun = resume(run, network, sgd, snapshots, group, num_images=len(train_images))
+    loop = _Loop(run, network, optimizer=optimizer, compute=compute, group=group)
+    loop.wrap(train_images.image_shape(run.view(0)))
+    curve, begun = resume(run, loop.state, snapshots, num_images=len(train_images))
     if curve or begun.step:
         after = f"epoch {len(curve)}" + (f" and {begun.step} steps" if begun.step else "")
-        reporter.done(len(curve), f"going on after {after}")
-    guard = FiniteGuard(run, group.device, precision=scaler.precision, tolerance=scaler.tolerance)
+        reporter.done(len(curve), f"resuming after {after}")
     stop = StopRequest(snapshots, of_main=group.number_of_main)
 
     while not (finished := reason_to_stop(run, curve)):
         epoch = len(curve)
-        group.finish_queued_work()
-        began = time.perf_counter()
-        view, batch_size = run.view(epoch), run.batch_size(epoch)
-        steps = steps_per_epoch(len(train_images), batch_size)
-        choices = draw_epoch(
-            seed=run.seed,
-            epoch=epoch,
-            num_images=len(train_images),
-            image_size=train_images.image_shape(view)[1:],
-            padding=augment.padding,
-            flip=augment.flip,
-            cutout=augment.cutout,
-            device=group.device,
-        )
-        batches = train_images.batches(
-            choices,
-            [
-                batch_share(step, batch_size=batch_size, rank=group.rank, world_size=group.world_size)
-                for step in range(begun.step, steps)
-            ],
-            view=view,
-            padding=augment.padding,
-            cutout=augment.cutout,
-            channels_last=compute.channels_last,
-        )
-        sums = begun.sums
-        rate = 0.0
-        network.train()
-        too_much = must_fit(
-            f"{run.name}: a batch of {batch_size // group.world_size} images on each device",
-            remedy=f"lower {run.section}.batch_size",
-        )
-        with too_much:
-            for step, (images, labels) in enumerate(batches, start=begun.step):
-                rate = run.learning_rate(epoch + step / steps)
-                # For dropout and the like: a function of the step, never of how often the process was started.
-                seed_torch(derive_seed("step", run.seed, epoch, step, group.rank), group.device)
-                with autocast(compute.precision, group.device):
-                    logits = parallel(images)
-                    loss = nn.functional.cross_entropy(logits, labels, label_smoothing=optimizer.label_smoothing)
-                sgd.zero_grad()
-                scaler.scale(loss).backward()
-                sgd.step(rate, skip_if=guard.look(epoch, step, sgd.gradients()))
-                with torch.no_grad():
-                    sums[0] += loss.detach() * len(labels)
-                    sums[1] += (logits.argmax(dim=1) == labels).sum()
-                reporter.step(epoch, step, steps)
-                if step + 1 < steps and stop.is_due():
-                    guard.check()
-                    group.finish_queued_work()
-                    seconds = begun.seconds + time.perf_counter() - began
-                    keep(run, snapshots, network, sgd, curve, group, Begun(step=step + 1, sums=sums, seconds=seconds))
-                    raise Stopped
-        guard.check()
-        loss_sum, hits = group.sum(sums).tolist()
-        guard.check_loss(epoch, loss_sum)
-        seconds = begun.seconds + time.perf_counter() - began
+        steps = Steps(run, epoch, train_images, augment=augment, compute=compute, group=group)
+        done = loop.epoch(steps, begun, must_stop=stop.is_due, report=reporter.step)
+        if isinstance(done, Begun):
+            keep(run, snapshots, loop.state, curve, done)
+            raise Stopped
         begun = Begun.new(group)
-
-        average_buffers(network, group)
-        test = evaluate(network, test_images, group=group, precision=compute.precision, view=view)
-        seen = steps * batch_size
+        test = evaluate(loop.result, test_images, group=group, precision=compute.precision, view=run.view(epoch))
         row = Epoch(
             epoch=epoch + 1,
-            learning_rate=rate,
-            train_loss=loss_sum / seen,
-            train_accuracy=100 * hits / seen,
+            learning_rate=done.rate,
+            train_loss=done.loss_sum / steps.num_images,
+            train_accuracy=100 * done.hits / steps.num_images,
             test_loss=test.loss,
             test_accuracy=test.accuracy,
             test_top5=test.top5,
-            seconds=seconds,
+            seconds=done.seconds,
         )
         curve.append(row)
         if group.is_main:
-            at_epoch_end(row.epoch)
-        keep(run, snapshots, network, sgd, curve, group)
+            at_epoch_end(row.epoch, loop.result)
+        keep(run, snapshots, loop.state, curve)
         reporter.done(row.epoch, _line(row, run))
         if not reason_to_stop(run, curve) and stop.is_due():  # with all done, only the result is left to be written
             raise Stopped
-    return Record(curve=tuple(curve), stopped_by=finished)
+    if loop.state.mean is not None and curve:
+        network.load_state_dict(loop.state.mean.network.state_dict())
+    if curve:
+        score = curve[-1].score
+    else:
+        score = evaluate(network, test_images, group=group, precision=compute.precision, view=run.view(0))
+    return Record(curve=tuple(curve), stopped_by=finished, score=score)
+
+
+class Steps:
+    """The steps of one epoch: this rank's shards of each batch, and the learning rate."""
+
+    def __init__(
+        self, run: Run, epoch: int, images: Split, *, augment: Augment, compute: Compute, group: Group
+    ) -> None:
+        self.epoch, self.batch_size = epoch, run.batch_size(epoch)
+        self.count = steps_per_epoch(len(images), self.batch_size)
+        self.num_images = self.count * self.batch_size
+        self._run, self._images, self._view = run, images, run.view(epoch)
+        self._augment, self._compute, self._group = augment, compute, group
+
+    def rate(self, step: int) -> float:
+        return self._run.learning_rate(self.epoch + step / self.count)
+
+    def batches(self, shards: range, *, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The batches of these shards, step after step, from the step `first` on."""
+        augment = self._augment
+        choices = draw_epoch(
+            seed=self._run.seed,
+            epoch=self.epoch,
+            num_images=len(self._images),
+            image_size=self._images.image_shape(self._view)[1:],
+            padding=augment.padding,
+            flip=augment.flip,
+            cutout=augment.cutout,
+            device=self._group.device,
+        )
+        parts = [
+            batch_share(step, batch_size=self.batch_size, shard=shard, num_shards=self._run.shards)
+            for step in range(first, self.count)
+            for shard in shards
+        ]
+        return self._images.batches(
+            choices,
+            parts,
+            view=self._view,
+            padding=augment.padding,
+            cutout=augment.cutout,
+            channels_last=self._compute.channels_last,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochSums:
+    """What an epoch's steps add up to, over all ranks."""
+
+    loss_sum: float
+    hits: float
+    rate: float
+    """of the last step"""
+    seconds: float
+
+
+class _Loop:
+    """A network in training: SGD on the mean gradient over the shards of each batch."""
+
+    def __init__(self, run: Run, network: nn.Module, *, optimizer: Optimizer, compute: Compute, group: Group) -> None:
+        self._run, self._network, self._group = run, network, group
+        self._compute, self._label_smoothing = compute, optimizer.label_smoothing
+        self._scaler = Scaler(compute.precision, group.device)
+        self._sgd = Sgd(network, optimizer, self._scaler)
+        self._shards = Shards(network, run.shards, group)
+        self._mean = None if run.ema_decay is None else MovingMean(network, run.ema_decay)
+        self.state = State(network=network, sgd=self._sgd, shards=self._shards, mean=self._mean, group=group)
+        self.guard = FiniteGuard(run, group.device, precision=self._scaler.precision, tolerance=self._scaler.tolerance)
+        self._without_exchange: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._forward: Callable[..., torch.Tensor] = network
+
+    def wrap(self, image_shape: tuple[int, ...]) -> None:
+        """DDP where there are several ranks, and torch's compiler where it is wanted.
+
+        What is compiled is a wrapper: the network itself, and with it the names in checkpoints, stay as they are. One
+        static graph for each image size, so that a resumed run computes like one that was never stopped.
+        """
+        if self._group.world_size > 1:
+            parallel = _parallel(self._network, image_shape, self._group)
+            self._forward, self._without_exchange = parallel, parallel.no_sync
+        if self._compute.compile:
+            self._forward = torch.compile(self._forward, dynamic=False)
+
+    @property
+    def result(self) -> nn.Module:
+        """The network to test and keep: the one that is trained, or the mean of its weights."""
+        return self._network if self._mean is None else self._mean.network
+
+    def epoch(
+        self,
+        steps: Steps,
+        begun: Begun,
+        *,
+        must_stop: Callable[[], bool],
+        report: Callable[[int, int, int], None],
+    ) -> EpochSums | Begun:
+        """Train for the rest of an epoch, or until it must stop; then returns how far it has come."""
+        self._group.finish_queued_work()
+        began, sums, rate = time.perf_counter() - begun.seconds, begun.sums, 0.0
+        self._network.train()
+        too_much = must_fit(
+            f"{self._run.name}: {steps.batch_size // self._run.shards} images at a time on each device",
+            remedy=f"raise {self._run.section}.shards, or lower {self._run.section}.batch_size",
+        )
+        with too_much:
+            batches = steps.batches(self._shards.numbers, first=begun.step)
+            for step in range(begun.step, steps.count):
+                rate = steps.rate(step)
+                self._step(steps.epoch, step, batches, rate, sums)
+                report(steps.epoch, step, steps.count)
+                if step + 1 < steps.count and must_stop():
+                    self.guard.check()
+                    self._group.finish_queued_work()
+                    return Begun(step=step + 1, sums=sums, seconds=time.perf_counter() - began)
+        self.guard.check()
+        loss_sum, hits = self._group.sum(sums).tolist()
+        self.guard.check_loss(steps.epoch, loss_sum)
+        seconds = time.perf_counter() - began
+        self._shards.mean_over_all()
+        if self._mean is not None:
+            self._mean.end_epoch(self._group)
+        return EpochSums(loss_sum=loss_sum, hits=hits, rate=rate, seconds=seconds)
+
+    def _step(
+        self,
+        epoch: int,
+        step: int,
+        batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        rate: float,
+        sums: torch.Tensor,
+    ) -> None:
+        """One step of SGD."""
+        self._sgd.zero_grad()
+        *others, last = self._shards.numbers
+        for shard in others:
+            with self._without_exchange():
+                self._add_gradient(epoch, step, shard, next(batches), sums)
+        self._add_gradient(epoch, step, last, next(batches), sums)
+        self._sgd.step(rate, skip_if=self.guard.look(epoch, step, self._sgd.gradients()))
+        if self._mean is not None:
+            self._shards.mean_here()
+            self._mean.update()
+
+    def _add_gradient(
+        self, epoch: int, step: int, shard: int, batch: tuple[torch.Tensor, torch.Tensor], sums: torch.Tensor
+    ) -> None:
+        """Forward and backward pass of one shard; its share of the mean gradient is added to what is there."""
+        images, labels = batch
+        # For dropout and the like: a function of the step, never of how often the process was started.
+        seed_torch(derive_seed("step", self._run.seed, epoch, step, shard), self._group.device)
+        with self._shards.as_in(shard), autocast(self._compute.precision, self._group.device):
+            logits = self._forward(images)
+            loss = nn.functional.cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
+        here = len(self._shards.numbers)
+        self._scaler.scale(loss / here if here > 1 else loss).backward()
+        with torch.no_grad():
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += (logits.argmax(dim=1) == labels).sum()
 
 
 def _line(row: Epoch, run: Run) -> str:
@@ -161,10 +269,14 @@ def _line(row: Epoch, run: Run) -> str:
 
 def _check(run: Run, train_images: Split, augment: Augment, group: Group) -> None:
     """Refuse, before anything is computed, what would fail in one of the epochs."""
+    if run.shards % group.world_size:
+        raise SwapError(
+            f"params.yaml: {run.section}.shards is {run.shards}, which {group.world_size} processes cannot share "
+            f"equally: set --nproc-per-node to a number that divides it"
+        )
     key = f"{run.section}.batch_size"
     for epoch in range(run.epochs):
         batch_size = run.batch_size(epoch)
-        check_divisible(key, batch_size, group.world_size, remedy="set --nproc-per-node to")
         if steps_per_epoch(len(train_images), batch_size) == 0:
             raise SwapError(
                 f"params.yaml: {key} is {batch_size}, more than the {len(train_images)} training images: lower it"
@@ -211,14 +323,12 @@ def _check_that_all_learn(network: nn.Module, loss: torch.Tensor) -> None:
     network.zero_grad(set_to_none=True)
 
 
-def _wrap(network: nn.Module, image_shape: tuple[int, ...], group: Group) -> nn.Module:
+def _parallel(network: nn.Module, image_shape: tuple[int, ...], group: Group) -> DistributedDataParallel:
     """DDP, with its gradient buckets in their final form.
 
     DDP regroups its buckets after the first backward pass, which changes the order of sums over more than two ranks.
     A pass is spent on that now, so that a resumed run adds up in the same order as one that was never stopped.
     """
-    if group.world_size == 1:
-        return network
     before = {key: tensor.clone() for key, tensor in network.state_dict().items()}
     blank = torch.zeros(2, *image_shape, device=group.device)
     network.train()
@@ -234,16 +344,3 @@ def _wrap(network: nn.Module, image_shape: tuple[int, ...], group: Group) -> nn.
     parallel.zero_grad(set_to_none=True)
     network.load_state_dict(before)
     return parallel
-
-
-def average_buffers(network: nn.Module, group: Group) -> None:
-    """Give all ranks the mean of their running statistics, which DDP leaves to each rank."""
-    if group.world_size == 1:
-        return
-    buffers = [buffer for buffer in network.buffers() if buffer.is_floating_point()]
-    if not buffers:
-        return
-    flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-    group.sum(flat).div_(group.world_size)
-    for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        buffer.copy_(part.view_as(buffer))

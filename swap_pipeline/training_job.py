@@ -5,11 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from swap_pipeline.checkpoint import TensorFile, load_weights, write_result, write_tensors
+from torch import nn
+
+from swap_pipeline.checkpoint import (
+    TensorFile,
+    UnreadableFileError,
+    drop_snapshots,
+    epoch_of_newest_snapshot,
+    load_weights,
+    read_tensors,
+    write_result,
+    write_tensors,
+)
 from swap_pipeline.data import Meta, Split, View, read_images, read_meta, view_in
 from swap_pipeline.distributed import Group
 from swap_pipeline.errors import SwapError
@@ -18,6 +30,7 @@ from swap_pipeline.memory import must_fit
 from swap_pipeline.models import describe_network, load_pretrained, new_network
 from swap_pipeline.params import Compute, Optimizer, Schedule
 from swap_pipeline.progress import Reporter
+from swap_pipeline.ranks import UNEXPECTED
 from swap_pipeline.runs import Run, as_prepared
 from swap_pipeline.schedules import by_epoch, learning_rate_of
 from swap_pipeline.scratch import JobFolder
@@ -47,6 +60,8 @@ def make_run(
         batch_size=by_epoch(given.batch_size, first_epoch=first_epoch),
         epochs=epochs,
         learning_rate=learning_rate_of(given, epochs=epochs, cycles=cycles, first_epoch=first_epoch),
+        shards=given.shards,
+        ema_decay=given.ema_decay,
         view=_view_of(given, first_epoch),
         stop_accuracy=stop_accuracy,
         chance=chance,
@@ -71,7 +86,7 @@ def open_data(setting: Setting, group: Group) -> tuple[Meta, Split, Split]:
 
     def split(name: str) -> FileImages:
         root = find_root(setting.root)
-        return FileImages(PREPARED, name, meta, root=root, test_crop=setting.test_crop, device=group.device)
+        return FileImages(PREPARED, name, meta, root=root, test_crop=setting.augment.test_crop, device=group.device)
 
     train_images, test_images = split("train"), split("test")
     for images in (train_images, test_images):
@@ -139,13 +154,11 @@ def run_training_job(
     optimizer: Optimizer,
     group: Group,
     folder: JobFolder,
-    progress: Path | None = None,
-    keep: Mapping[int, str] | None = None,
+    keep: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
     """Be one rank of a training job that starts from a seed's weights or from a checkpoint's.
 
-    `keep` names the models to keep on the way, by epoch. `progress` is the folder that the launcher watches, if that
-    is not the job's own.
+    `keep` names the models to keep on the way, by epoch.
     """
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
@@ -155,23 +168,35 @@ def run_training_job(
         check_view(run, meta)
         description = describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes))
         network = new_network(description, seed=start if isinstance(start, int) else 0)
+        decay = run.ema_decay
         if isinstance(start, Path):
             load_weights(network, start)
+            if run.epochs == 0:  # the result is the start itself, and sees images as that did
+                decay, view_of_start = TensorFile(start).info.get("ema_decay"), view_of_checkpoint(start)
+                run = replace(run, view=lambda epoch: view_of_start)
         elif setting.model.pretrained:
             load_pretrained(network, description)
+        folder.check_inputs()
+        if group.is_main:
+            _repeat_what_was_lost(folder, keep)
+        group.wait()
 
         def info_after(epoch: int) -> dict[str, Any]:
-            view = run.view(epoch - 1)
+            view = run.view(max(0, epoch - 1))
             about = describe_model(
-                description, meta, image_shape=train_images.image_shape(view), view=view, test_crop=setting.test_crop
+                description,
+                meta,
+                image_shape=train_images.image_shape(view),
+                view=view,
+                test_crop=setting.augment.test_crop,
             )
-            return {**about, **header}
+            mean = {"ema_decay": decay} if decay else {}
+            return {**about, **header, **mean}
 
-        def keep_model(epoch: int) -> None:
-            if keep and epoch in keep:
+        def keep_model(epoch: int, network: nn.Module) -> None:
+            if epoch in keep:
                 write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
 
-        watched = progress or folder.path
         with _explained(setting.compute):
             record = train(
                 run,
@@ -183,11 +208,43 @@ def run_training_job(
                 compute=setting.compute,
                 group=group,
                 snapshots=folder.path,
-                reporter=Reporter(name=run.name, total=run.epochs, folder=watched, is_main=group.is_main),
+                reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
                 num_classes=len(meta.classes),
                 at_epoch_end=keep_model,
             )
         if group.is_main:
             info = info_after(len(record.curve))
             about = {**group.as_json(), "ran": [began, time.time()]}
-            write_result(folder, network, info, {**record.as_json(), **about})
+            kept = {epoch: name for epoch, name in keep.items() if epoch <= len(record.curve)}
+            if lost := _first_lost(folder.kept, kept):
+                epoch, what = lost
+                raise SwapError(
+                    f"{UNEXPECTED} loss: {what}: run `dvc repro`, which repeats it from before epoch {epoch}"
+                )
+            write_result(folder, network, info, {**record.as_json(), **about}, kept=kept.values())
+
+
+def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str]) -> None:
+    """A run that is resumed must have all models that it was to keep so far: else it resumes from before the first."""
+    done = epoch_of_newest_snapshot(folder.path)
+    if lost := _first_lost(folder.kept, {epoch: name for epoch, name in keep.items() if epoch <= done}):
+        epoch, what = lost
+        print(f"warning: {what}: training is repeated from before epoch {epoch}", flush=True)
+        drop_snapshots(folder.path, from_epoch=epoch)
+
+
+def _first_lost(kept: Path, names: Mapping[int, str]) -> tuple[int, str] | None:
+    """The first epoch whose model should be in the folder and is not, or not as it was written; and what is wrong."""
+    for epoch, name in sorted(names.items()):
+        path = kept / name
+        if not path.exists():
+            return epoch, f"{path} is missing"
+        try:
+            is_of_epoch = read_tensors(path)[1].get("epoch") == epoch
+        except UnreadableFileError:
+            raise  # it is for people to fix the disk
+        except SwapError:
+            is_of_epoch = False
+        if not is_of_epoch:
+            return epoch, f"{path} is damaged"
+    return None

@@ -31,15 +31,27 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 from conftest import Project, make_project
+from PIL import Image
 
 SABOTAGE = Path(__file__).parent / "sabotage"
 PARAMS = {
+    "phase1.shards": 2,
     "phase1.max_epochs": 12,
     "phase1.keep_epochs": [4],
     "phase2.epochs": 12,
     "phase2.keep_epochs": [5],
     "workers.seeds": [0, 1],
+}
+IN_FILES = {
+    "data.name": "imagefolder",
+    "data.max_gb_in_memory": 0,
+    "augment.padding": 0,
+    "phase1.image_size": 20,
+    "phase1.min_scale": 0.5,
+    "phase2.image_size": 20,
+    "phase2.min_scale": 0.5,
 }
 TWO_RANKS = {"SWAP_NPROC": "2"}
 STAGES = {
@@ -72,6 +84,10 @@ class Fault:
     stage: str | None = None
     """which it strikes; None: the pipeline under DVC"""
     strike: Callable[[Project, str, random.Random], None]
+    damages: bool = False
+    """whether it leaves a damaged file behind, for the next start to find"""
+    images_in_files: bool = False
+    """whether it strikes a project whose images are read from their files"""
 
 
 # ---- processes
@@ -428,6 +444,91 @@ def not_finite(ranks: int) -> Callable[..., None]:
     return strike
 
 
+def kept_harmed(harm: Callable[[Path], object]) -> Callable[..., None]:
+    """Kill a stage that has kept a model on the way, and harm that model before the next start."""
+
+    def strike(project: Project, stage: str, rng: random.Random) -> None:
+        run = start(project, stage)
+        models = (project.root / ".swap" / stage).glob
+        run.until(lambda: any(models("*/kept/*.safetensors")))
+        share = rng.uniform(progress(project, stage), 1)
+        run.until(lambda: progress(project, stage) >= share)
+        run.kill(list(processes_in(project.root)))
+        run.end()
+        wait_for(lambda: not processes_in(project.root), "the end of all processes", 60)
+        kept = sorted(models("*/kept/*.safetensors"))
+        if not kept:
+            raise TooLateError
+        harm(rng.choice(kept))
+
+    return strike
+
+
+def scratch_deleted(project: Project, stage: str, rng: random.Random) -> None:
+    """`rm -rf .swap` while a stage trains: it may take longer, and must come out whole."""
+    run = start(project, stage)
+    run.until(random_moment(project, stage, rng))
+    if run.is_over() or not (project.root / ".swap").exists():
+        raise TooLateError
+    shutil.rmtree(project.root / ".swap", ignore_errors=True)
+    if run.end() != 0:
+        check_one_line(run)
+
+
+def flip_a_byte(path: Path, rng: random.Random) -> None:
+    """Of its data, in place: all names of the file see it, and DVC, which looks at mode and time, does not."""
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content) // 2, len(content))] ^= 1 << rng.randrange(8)
+    path.chmod(0o644)
+    path.write_bytes(content)
+    path.chmod(status.st_mode)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def result_damaged(project: Project, stage: str, rng: random.Random) -> None:
+    """A complete result in scratch is damaged in some way, and DVC asks for it once more."""
+    run = start(project, stage)
+    if run.end() != 0:
+        raise LostError(run.output)
+    (result,) = (project.root / ".swap" / stage).glob("*/result")
+    victim = rng.choice(sorted(result.iterdir()))
+    harms: list[Callable[[], object]] = [
+        lambda: flip_a_byte(victim, rng),
+        lambda: os.truncate(victim, rng.randrange(victim.stat().st_size)),
+        victim.unlink,
+        lambda: [path.unlink() for path in result.iterdir()],
+        lambda: shutil.rmtree(result),
+    ]
+    rng.choice(harms)()
+
+
+def loader_killed(project: Project, stage: str, rng: random.Random) -> None:
+    """A process that decodes images is killed: its rank notices, and the work goes on or ends in one line."""
+    run = start(project, stage)
+    run.until(random_moment(project, stage, rng))
+    ranks = set(run.find("rank"))
+    run.kill([rng.choice(loaders)] if (loaders := sorted(pid for pid in ranks if parent(pid) in ranks)) else [])
+    if run.end() != 0:
+        check_one_line(run)
+
+
+def no_loader_can_start(project: Project, stage: str, rng: random.Random) -> None:
+    """In a temporary folder with a name that is too long for sockets."""
+    folder = project.root.parent / ("x" * rng.randrange(110, 200))
+    folder.mkdir()
+    run = start(project, stage, TMPDIR=str(folder), TMP=str(folder))
+    if run.end() != 0:
+        check_one_line(run)
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def start(project: Project, stage: str, *, limit: int | None = None, **environment: str) -> Running:
     return Running(project, sys.executable, "-m", *STAGES[stage], limit=limit, **environment)
 
@@ -462,6 +563,40 @@ def pipeline_asked_to_end(number: int) -> Callable[..., None]:
             raise LostError(f"no word of going on\n{run.output}")
 
     return strike
+
+
+def edited_during(stage: str, edit: Callable[[Project], object]) -> Callable[..., None]:
+    """Params or code are edited while a stage trains, and put back when DVC has ended, with one line."""
+
+    def strike(project: Project, _: str, rng: random.Random) -> None:
+        run = Running(project, "dvc", "repro")
+        share = rng.uniform(0.05, 0.8)
+        run.until(lambda: progress(project, stage) >= share)
+        files = [project.root / name for name in ("params.yaml", "swap_pipeline/training.py")]
+        before = [path.read_text() for path in files]
+        edit(project)
+        code = run.end(400)
+        for path, text in zip(files, before, strict=True):
+            path.write_text(text)
+        if code == 0:
+            raise LostError(f"it took no notice\n{run.output}")
+        check_one_line(run, "changed while it")
+
+    return strike
+
+
+def checkpoint_damaged(project: Project, stage: str, rng: random.Random) -> None:
+    """A checkpoint, with its link in DVC's cache: it is named, and comes back whole once it is deleted."""
+    project.dvc("config", "cache.type", "hardlink")
+    project.dvc("repro", "phase2")
+    victim = rng.choice(sorted((project.root / "checkpoints").rglob("model.safetensors")))
+    flip_a_byte(victim, rng)
+    reader = "phase2@0" if "phase1" in str(victim) else "phase3"
+    run = Running(project, "dvc", "repro", "--force", "--downstream", reader)
+    if run.end(400) == 0:
+        raise LostError(f"it took no notice of {victim}\n{run.output}")
+    check_one_line(run, str(victim.relative_to(project.root)), "is damaged", "delete it and run `dvc repro`")
+    victim.unlink()
 
 
 def two_at_once(project: Project, stage: str, rng: random.Random) -> None:
@@ -539,12 +674,35 @@ FAULTS = (
     Fault(name="a worker that hangs", stage="phase2", strike=hanging_rank),
     Fault(name="loss not finite on one rank of phase 1", stage="phase1", strike=not_finite(ranks=2)),
     Fault(name="loss not finite in phase 2", stage="phase2", strike=not_finite(ranks=1)),
+    Fault(name="a kept model of phase 1 lost", stage="phase1", strike=kept_harmed(Path.unlink)),
+    Fault(
+        name="a kept model of phase 2 damaged",
+        stage="phase2",
+        strike=kept_harmed(lambda path: flip_a_byte(path, random.Random(path.name))),
+        damages=True,
+    ),
+    Fault(name="scratch deleted while a worker trains", stage="phase2", strike=scratch_deleted),
+    Fault(name="a worker's result damaged in scratch", stage="phase2", strike=result_damaged, damages=True),
+    Fault(name="phase 3's result damaged in scratch", stage="phase3", strike=result_damaged, damages=True),
+    Fault(name="SIGKILL of a data loader", stage="phase1", strike=loader_killed, images_in_files=True),
+    Fault(name="data loaders that cannot start", stage="phase2", strike=no_loader_can_start, images_in_files=True),
     Fault(name="dvc repro: SIGKILL of dvc alone", strike=pipeline_killed("dvc")),
     Fault(name="dvc repro: SIGKILL of a launcher", strike=pipeline_killed("launcher", one=True)),
     Fault(name="dvc repro: SIGKILL of one rank", strike=pipeline_killed("rank", one=True)),
     Fault(name="dvc repro: SIGKILL of everything", strike=pipeline_killed("all")),
     Fault(name="dvc repro: SIGINT of its group", strike=pipeline_asked_to_end(signal.SIGINT)),
     Fault(name="dvc repro: SIGTERM of its group", strike=pipeline_asked_to_end(signal.SIGTERM)),
+    Fault(
+        name="dvc repro: params edited while workers train",
+        strike=edited_during("phase2", lambda project: project.set_params({"phase2.peak_lr": 0.01})),
+    ),
+    Fault(
+        name="dvc repro: code edited while phase 1 trains",
+        strike=edited_during(
+            "phase1", lambda project: (project.root / "swap_pipeline" / "training.py").open("a").write("# edited\n")
+        ),
+    ),
+    Fault(name="dvc repro: a checkpoint damaged, and the cache with it", strike=checkpoint_damaged, damages=True),
     Fault(name="dvc repro: a second one at the same time", strike=two_at_once),
     Fault(name="two experiments from the queue at the same time", strike=two_experiments),
     Fault(name="dvc repro: a worker that always dies", strike=bad_worker),
@@ -562,15 +720,30 @@ class Tally:
     bytes_lost: int = 0
 
 
-def make_reference(folder: Path) -> Project:
+def make_reference(folder: Path, *, images_in_files: bool = False) -> Project:
     project = make_project(folder / "reference")
     project.environment = dict(TWO_RANKS)
     project.set_params(PARAMS)
+    if images_in_files:
+        make_images(folder / "images")
+        project.set_params({**IN_FILES, "data.root": str(folder / "images")})
     project.run("git", "commit", "-qam", "params")
     project.dvc("repro")
     project.run("git", "add", "-A")
     project.run("git", "commit", "-qm", "reference")
     return project
+
+
+def make_images(root: Path) -> None:
+    """96 for training and 24 for the test, of two classes."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 48), ("test", 12)):
+        for label, name in enumerate(("cat", "dog")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 120, (28, 28, 3), dtype=np.uint8)
+                pixels[..., label] += 100
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
 
 
 def ready_for(fault: Fault, reference: Project, folder: Path) -> Project:
@@ -602,7 +775,8 @@ def inject(fault: Fault, reference: Project, folder: Path, rng: random.Random) -
     project = ready_for(fault, reference, folder / "project")
     try:
         fault.strike(project, fault.stage or "any", rng)
-        check_no_half_files(project)
+        if not fault.damages:
+            check_no_half_files(project)
         paths = recover(fault, project)
         wait_for(lambda: not processes_in(project.root), "the end of all processes", 60)
         check_swept(project)
@@ -627,13 +801,15 @@ def run_chaos(
     faults: list[Fault], *, first: int, seed: int, folder: Path, say: Callable[[str], None]
 ) -> dict[str, Tally]:
     """Inject the faults in turn; the n-th draws its moment from (seed, n)."""
-    reference = make_reference(folder)
+    reference_of = functools.cache(
+        lambda in_files: make_reference(folder / ("files" if in_files else "memory"), images_in_files=in_files)
+    )
     tallies: dict[str, Tally] = collections.defaultdict(Tally)
     for number, fault in enumerate(faults, start=first):
         for attempt in range(20):
             rng = random.Random(f"{seed} {number} {attempt}")
             try:
-                lost = inject(fault, reference, folder / "struck", rng)
+                lost = inject(fault, reference_of(fault.images_in_files), folder / "struck", rng)
             except TooLateError:
                 continue
             except Exception as error:  # whatever it is, the promise was broken; the others are to have their turn
@@ -666,8 +842,8 @@ def chosen(known: Sequence[Fault], injections: int, pipelines: int, only: str | 
 
 
 @click.command(help=__doc__)
-@click.option("--injections", default=104, show_default=True, help="faults in all")
-@click.option("--pipelines", default=16, show_default=True, help="of these, so many into a whole `dvc repro`")
+@click.option("--injections", default=128, show_default=True, help="faults in all")
+@click.option("--pipelines", default=20, show_default=True, help="of these, so many into a whole `dvc repro`")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--first", default=1, show_default=True, help="begin with this one of them")
 @click.option("--last", type=int, help="end with this one of them")

@@ -21,10 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {
-    "data.augment.padding": 2,
-    "data.augment.cutout": 4,
+    "augment.padding": 2,
+    "augment.cutout": 4,
     "model.width": 2,
     "phase1.batch_size": 24,
+    "phase1.shards": 1,  # one process with one thread; two ranks only where a test is about them
     "phase1.peak_lr": 0.2,
     "phase1.warmup_epochs": 1,
     "phase1.max_epochs": 3,
@@ -36,24 +37,8 @@ TINY = {
     "phase2.keep_epochs": [1],
     "workers.seeds": [0, 1, 2],
     "phase3.batch_size": 50,
-    "repeats": [1],
-    "small_batch.batch_size": 12,
-    "small_batch.peak_lr": 0.1,
-    "small_batch.warmup_epochs": 1,
-    "small_batch.epochs": 3,
-    "large_batch.batch_size": 24,
-    "large_batch.peak_lr": 0.2,
-    "large_batch.warmup_epochs": 1,
-    "large_batch.epochs": 4,
-    "swa_large_batch.peak_lr": 0.1,
-    "swa_large_then_small.peak_lr": 0.05,
-    "swa_small_batch.peak_lr": 0.05,
-    "analysis.grid": 3,
-    "analysis.train_images": 100,
-    "analysis.test_images": 60,
-    "analysis.gradient_images": 100,
-    "analysis.subsets": 2,
 }
+TINY_ANALYSIS = {"grid": 3, "train_images": 100, "test_images": 60, "gradient_images": 100, "subsets": 2}
 
 
 class Clock:
@@ -99,7 +84,7 @@ class Project:
             **inherited,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SWAP_DEVICE": "cpu",
-            "SWAP_NPROC": "1",  # torchrun doubles the time of a stage: two ranks only where a test is about them
+            "SWAP_NPROC": "1",
             "DVC_SITE_CACHE_DIR": str(self.root / ".dvc" / "tmp" / "site"),
             **self.environment,
             **(extra or {}),
@@ -114,6 +99,9 @@ class Project:
 
     def set_params(self, values: Mapping[str, Any]) -> None:
         set_params(self.root / "params.yaml", values)
+
+    def set_analysis(self, values: Mapping[str, Any]) -> None:
+        set_params(self.root / "analysis/params.yaml", values)
 
     def remove_param(self, dotted: str) -> None:
         yaml = YAML(typ="safe", pure=True)
@@ -173,8 +161,10 @@ def make_project(root: Path) -> Project:
     for name in (
         "dvc.yaml",
         "analysis/dvc.yaml",
-        "comparisons/dvc.yaml",
-        "comparisons/metrics/README.md",
+        "analysis/params.yaml",
+        "analysis/.gitignore",
+        "analysis/.dvc/config",
+        "analysis/.dvc/.gitignore",
         ".gitignore",
         ".dvcignore",
         ".dvc/config",
@@ -193,6 +183,7 @@ def make_project(root: Path) -> Project:
     write_tensors(root / "data" / "fashion-mini.safetensors", small, info)
     project = Project(root)
     project.set_params(TINY)
+    project.set_analysis(TINY_ANALYSIS)
     for command in (
         ("git", "init", "-q", "-b", "main"),
         ("git", "config", "user.email", "test@example.org"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -14,14 +15,21 @@ from typing import Any
 
 from conftest import ROOT, set_params
 
+from swap_pipeline.experiments import Experiment
 from swap_pipeline.files import write_json
-from swap_pipeline.instances import Instance
-from swap_pipeline.tables import as_json, compare
+from swap_pipeline.methods import read_methods
+from swap_pipeline.params import Params, parse_params
+from swap_pipeline.provenance import read_tree
+from swap_pipeline.tables import Records, Tables, make_tables
+from swap_pipeline.tabulate import write_tables
 
 Json = dict[str, Any]
 
 
-def training_record(accuracies: list[float], *, seconds: float, devices: str = "1 × cpu") -> Json:
+def training_record(
+    accuracies: list[float], *, seconds: float, devices: str = "1 × cpu", start: Json | None = None
+) -> Json:
+    """Without accuracies, of a run of 0 epochs: the model is that of `start`."""
     curve = [
         {
             "epoch": epoch,
@@ -35,13 +43,15 @@ def training_record(accuracies: list[float], *, seconds: float, devices: str = "
         }
         for epoch, accuracy in enumerate(accuracies, start=1)
     ]
+    last = curve[-1] if curve else start
+    assert last is not None
     return {
         "curve": curve,
         "epochs": len(curve),
-        "stopped_by": "accuracy",
-        "train_accuracy": curve[-1]["train_accuracy"],
-        "test_accuracy": curve[-1]["test_accuracy"],
-        "test_loss": curve[-1]["test_loss"],
+        "stopped_by": "accuracy" if curve else "epochs",
+        "train_accuracy": curve[-1]["train_accuracy"] if curve else None,
+        "test_accuracy": last["test_accuracy"],
+        "test_loss": last["test_loss"],
         "seconds": seconds,
         "devices": devices,
         "num_devices": int(devices.partition(" ")[0]),
@@ -50,7 +60,7 @@ def training_record(accuracies: list[float], *, seconds: float, devices: str = "
 
 
 def swap_records(*, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 20, epochs: int = 8) -> Json:
-    """What the phases leave: `phase1`, `workers` by seed, `phase3`, `averaged`."""
+    """What the phases leave: `phase1`, `workers` by seed, `phase3`; `epochs` may be 0."""
     draw = random.Random(7)
     rising = [89 - 62 * math.exp(-epoch / 3) + draw.uniform(-2, 2) / epoch for epoch in range(1, phase1_epochs + 1)]
 
@@ -58,7 +68,10 @@ def swap_records(*, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 
         shares = [epoch / epochs for epoch in range(1, epochs + 1)]
         return [86.5 + 4 * share + draw.uniform(-1, 1) * (1.1 - share) for share in shares]
 
-    workers = {seed: training_record(refined(), seconds=48 + seed % 10 / 3) for seed in seeds}
+    phase1 = training_record(rising, seconds=63.6, devices="2 × cpu")
+    workers = {
+        seed: training_record(refined(), seconds=48 + seed % 10 / 3 if epochs else 0.0, start=phase1) for seed in seeds
+    }
     points = [
         {
             "label": f"epoch_{epoch}",
@@ -68,15 +81,16 @@ def swap_records(*, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 
         }
         for epoch in range(1, epochs + 1)
     ]
-    last = points[-1]
+    last = points[-1] if points else phase1
     return {
-        "phase1": training_record(rising, seconds=63.6, devices="2 × cpu"),
+        "phase1": phase1,
         "workers": workers,
-        "averaged": {"points": points, "devices": "2 × cpu", "num_devices": 2},
         "phase3": {
             "models": len(seeds),
             "test_accuracy": last["test_accuracy"],
             "test_loss": last["test_loss"],
+            "points": points,
+            "data": {"classes": ["shirt", "shoe"], "shape": [1, 28, 28]},
             "seconds": 1.2,
             "devices": "2 × cpu",
             "num_devices": 2,
@@ -174,28 +188,53 @@ def workers_record(*, seeds: tuple[int, ...] = (0, 1, 2, 3), most: int = 10) -> 
     }
 
 
-def tables_record(*, recipe: str = "fashion-mini", without: tuple[str, ...] = ()) -> Json:
-    """What the stage `tables` writes, of two repeats of everything but the methods in `without`."""
-    seeds, records = (0, 1), {}
+METHODS: dict[str, tuple[float, float, int]] = {
+    # Accuracy, seconds of phase 1, workers that were trained for 48 s each.
+    "swap": (90.8, 64, 4),
+    "small_batch": (91.0, 150, 0),
+    "large_batch": (89.9, 80, 0),
+    "swa_large_batch": (90.0, 80, 1),
+    "swa_large_then_small": (90.7, 64, 1),
+    "swa_small_batch": (91.2, 150, 1),
+    "large_batch_ema": (90.1, 81, 0),
+    "small_batch_ema": (91.1, 151, 0),
+}
 
-    def add(method: str, accuracy: float, seconds: float, **more: Any) -> None:
-        for repeat in (0, 1):
-            record = {"test_accuracy": accuracy + repeat / 10, "seconds": seconds + repeat, "num_devices": 1,
-                      "devices": "1 × cpu", **more}  # fmt: skip
-            for seed in seeds if method == "phase2" else (None,):
-                if method not in without:
-                    records[Instance(method=method, repeat=repeat, seed=seed)] = record
 
-    swa = {"models": 2, "cycle_epochs": 8, "model_accuracies": [90.1, 90.3]}
-    add("small_batch", 91.0, 150)
-    add("large_batch", 89.9, 80)
-    add("phase1", 89.0, 64)
-    add("phase2", 90.4, 49)
-    add("phase3", 90.8, 1.2)
-    add("swa_large_batch", 90.0, 90, **swa)
-    add("swa_large_then_small", 90.7, 95, **swa)
-    add("swa_small_batch", 91.2, 99, **swa)
-    return as_json(compare(records, seeds=seeds, repeats=(1,), epochs=8, cycles=1, recipe=recipe))
+def experiment(method: str, seed: int, *, recipe: str = "fashion-mini") -> tuple[Experiment, Records]:
+    """As `swap compare` leaves it; another seed makes it a tenth better and a second slower."""
+    accuracy, seconds, num_workers = METHODS[method]
+    phase1 = training_record([80.0, 89.0], seconds=seconds + seed, devices="2 × cpu")
+    workers = [training_record([90.0, 90.4], seconds=48) for _ in range(num_workers)]
+    phase3 = {"test_accuracy": accuracy + seed / 10, "seconds": 2.0, "devices": "2 × cpu", "num_devices": 2}
+    ran = [1_700_000_000.0, 1_700_000_000.0]
+    made = Experiment(
+        name=f"{method}-{seed}",
+        ref=f"refs/exps/aa/bb/{method}-{seed}",
+        commit=f"{method}-{seed}",
+        baseline="aabb",
+        params={"recipe": recipe, "method": method, "seed": seed, "phase2": {"epochs": 8}},
+        metrics={
+            "accuracy": phase3["test_accuracy"],
+            "loss": 0.3,
+            "phase1": 89.0,
+            "workers": 90.4 if num_workers else 89.0,
+            "seconds": seconds + seed + 48 * bool(num_workers) + 2,
+        },
+        lock={},
+    )
+    idle = {**training_record([90.0], seconds=0), "curve": [], "epochs": 0}
+    return made, Records(phase1=phase1, workers=workers or [idle], phase3={**phase3, "ran": ran})
+
+
+def made_up_tables(
+    *, recipe: str = "fashion-mini", seeds: tuple[int, ...] = (0, 1), without: tuple[str, ...] = ()
+) -> Tables:
+    """Of all methods but those in `without`."""
+    made = {method: {seed: experiment(method, seed) for seed in seeds} for method in METHODS if method not in without}
+    found = {method: {seed: one for seed, (one, _) in by_seed.items()} for method, by_seed in made.items()}
+    records = {one.commit: read for by_seed in made.values() for one, read in by_seed.values()}
+    return make_tables(recipe, list(METHODS), found, records)
 
 
 def params_file(folder: Path, changes: Json | None = None, *, recipe: str = "fashion-mini") -> Path:
@@ -206,21 +245,31 @@ def params_file(folder: Path, changes: Json | None = None, *, recipe: str = "fas
     return path
 
 
+def method_params(recipe: str, method: str) -> Params:
+    """A recipe with what a method changes of it, as `swap compare` runs it."""
+    with contextlib.chdir(ROOT):
+        return parse_params(read_methods(recipe).params(method, 0, read_tree(Path(f"recipes/{recipe}.yaml"))))
+
+
 def lay_out(
-    folder: Path, *, changes: Json | None = None, seeds: tuple[int, ...] = (0, 1, 2, 3), classes: tuple[str, ...] = ()
+    folder: Path,
+    *,
+    changes: Json | None = None,
+    seeds: tuple[int, ...] = (0, 1, 2, 3),
+    epochs: int = 8,
+    classes: tuple[str, ...] = (),
 ) -> Path:
     """A project folder in which everything has run, as far as pages are concerned."""
     folder.mkdir(parents=True, exist_ok=True)
-    params_file(folder, {"workers.seeds": list(seeds), **(changes or {})})
+    params_file(folder, {"workers.seeds": list(seeds), "phase2.epochs": epochs, **(changes or {})})
     shutil.copytree(ROOT / "recipes", folder / "recipes")
-    records = swap_records(seeds=seeds)
+    records = swap_records(seeds=seeds, epochs=epochs)
+    if classes:
+        records["phase3"]["data"]["classes"] = list(classes)
     files = {
-        "data/prepared/meta.json": {"classes": list(classes or ("shirt", "shoe")), "shape": [1, 28, 28]},
         "metrics/phase1.json": records["phase1"],
         "metrics/phase3.json": records["phase3"],
-        "metrics/averaged.json": records["averaged"],
         **{f"metrics/phase2/seed_{seed}.json": worker for seed, worker in records["workers"].items()},
-        "comparisons/tables.json": tables_record(),
         "analysis/landscape.json": landscape_record(),
         "analysis/cosine.json": cosine_record(seeds=seeds),
         "analysis/workers.json": workers_record(seeds=seeds),
@@ -230,8 +279,8 @@ def lay_out(
     return folder
 
 
-PAGES = {"report": "report", "comparisons": "comparisons_page", "analysis": "analysis_page"}
-"""Folders, each with the stage that writes its `index.html`."""
+PAGES = {"report": "report", "tables": None, "analysis": "analysis_page"}
+"""Folders, each with the stage that writes its `index.html`, if it is a stage."""
 
 
 def write_pages(folder: Path, *stages: str) -> str:
@@ -245,8 +294,11 @@ def write_pages(folder: Path, *stages: str) -> str:
             text=True,
             timeout=300,
         )
-        for stage in stages or PAGES.values()
+        for stage in stages or filter(None, PAGES.values())
     ]
+    if not stages:
+        with contextlib.chdir(folder):
+            write_tables(made_up_tables(), folder / "tables")
     for one in done:
         assert one.returncode == 0, one.stderr
     return "".join(one.stdout for one in done)

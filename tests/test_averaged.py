@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Clock, Project
 
-from stages.averaged import models_after
+from stages.phase3 import models_after
 from swap_pipeline.averaging_job import Averager
 from swap_pipeline.files import read_json
 from swap_pipeline.params import read_params
@@ -19,7 +19,7 @@ from swap_pipeline.setting import setting_of
 
 
 def test_the_last_point_is_phase_3s_result(finished_project: Project) -> None:
-    points = finished_project.json("metrics/averaged.json")["points"]
+    points = finished_project.json("metrics/phase3.json")["points"]
     phase3 = finished_project.json("metrics/phase3.json")
     assert [point["label"] for point in points] == ["epoch_1", "epoch_2"]
     assert points[-1]["test_accuracy"] == phase3["test_accuracy"]
@@ -45,16 +45,14 @@ def test_an_earlier_point_is_the_mean_of_the_models_kept_then(
     averager.recompute_statistics(None)
     score = averager.test(None)
 
-    (first, _) = finished_project.json("metrics/averaged.json")["points"]
+    (first, _) = finished_project.json("metrics/phase3.json")["points"]
     assert first["test_accuracy"] == pytest.approx(score.accuracy)
     assert first["test_loss"] == pytest.approx(score.loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(("before", "seconds"), [(None, 5), ({"seconds": 40.0, "ran": [0.0, 1.0]}, 45)])
 def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
-    finished_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Any, seconds: float
+    finished_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As phase 3, and at the end of SWA, where `before` is its training."""
     import torch
 
     from swap_pipeline import averaging_job
@@ -77,17 +75,16 @@ def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
     params, folder = read_params(), JobFolder(tmp_path / "job")
 
     averaging_job.run_averaging_job(
-        [Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in (0, 1, 2)],
+        {"epoch_2": [Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in (0, 1, 2)]},
         name="phase3",
         header={},
         setting=setting_of(params),
         statistics=params.phase3,
         group=Group(rank=0, world_size=1, device=torch.device("cpu")),
         folder=folder,
-        before=before,
     )
 
-    assert read_json(folder.result / "record.json")["seconds"] == seconds
+    assert read_json(folder.result / "record.json")["seconds"] == 5
     assert clock.now == 1000 + 2 + 3 + 100
 
 
@@ -112,7 +109,10 @@ def test_ranks_that_wait_lend_their_cores_to_averaging(
 
     with process_group() as group:
         averager = Averager.open(setting_of(params), params.phase3, group)
-        averager.average([Path("checkpoints/phase2/seed_0/model.safetensors")], tmp_path / "mean.safetensors")
+        averager.average(
+            [Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in (0, 1)],
+            tmp_path / "mean.safetensors",
+        )
 
     assert seen == [threads]
 

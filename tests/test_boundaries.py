@@ -21,7 +21,7 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.image_folders import scan
 from swap_pipeline.loader import FileImages
 from swap_pipeline.models import ResNet9, load_model
-from swap_pipeline.params import Augment, Data
+from swap_pipeline.params import Data
 from swap_pipeline.predict import predict
 from swap_pipeline.recipes import list_recipes, use_recipe
 from swap_pipeline.training_job import view_of_checkpoint
@@ -77,8 +77,7 @@ def test_a_params_file_that_is_a_link_is_replaced_and_what_it_led_to_stays(insid
 
 
 def data_named(name: str, root: Path) -> Data:
-    augment = Augment(padding=0, flip=False, cutout=0)
-    return Data(name=name, root=str(root), train_images="all", max_gb_in_memory=1, test_crop="square", augment=augment)
+    return Data(name=name, root=str(root), train_images="all", max_gb_in_memory=1)
 
 
 @pytest.mark.parametrize(

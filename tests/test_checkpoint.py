@@ -30,9 +30,11 @@ from swap_pipeline.checkpoint import (
     TensorFile,
     drop_snapshots,
     load_weights,
+    read_point,
     read_snapshot,
     read_tensors,
     write_in_pieces,
+    write_point,
     write_snapshot,
     write_tensors,
 )
@@ -661,3 +663,21 @@ def test_a_file_that_is_replaced_keeps_its_old_contents_for_those_who_have_it_op
     write_tensors(path, {"a": torch.zeros(5000)}, {})
 
     np.testing.assert_array_equal(tensors["a"].numpy(), np.arange(5000, dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        Path.unlink,
+        lambda path: path.write_text(path.read_text().replace("91.25", "99.25")),
+        lambda path: path.write_text(path.read_text()[:-20]),
+        lambda path: path.write_text("[]"),
+    ],
+    ids=["lost", "edited", "truncated", "something else"],
+)
+def test_a_point_that_was_kept_is_taken_only_as_it_was_written(harm: Callable[[Path], object], tmp_path: Path) -> None:
+    path, point = tmp_path / "kept" / "epoch_1.json", {"label": "epoch_1", "test_accuracy": 91.25}
+    write_point(path, point)
+    assert read_point(path) == point
+    harm(path)
+    assert read_point(path) is None

@@ -15,8 +15,9 @@ from conftest import Project
 
 from swap_pipeline.clean import freed_bytes, in_bytes, job_folders, look, remove
 from swap_pipeline.cli import main
+from swap_pipeline.inputs import fingerprint
 from swap_pipeline.jobs import load, save
-from swap_pipeline.scratch import JobFolder, Lock, facts_of, fingerprint
+from swap_pipeline.scratch import JobFolder, Lock, facts_of
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def stages_in_scratch() -> dict[str, int]:
     return found
 
 
-ALL_JOBS = {"averaged": 1, "phase1": 1, "phase2": 3, "phase3": 1}
+ALL_JOBS = {"phase1": 1, "phase2": 3, "phase3": 1}
 
 
 @pytest.mark.usefixtures("here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,32 @@ def test_load_model_gives_the_network_in_eval_mode_from_the_file_alone(
     network = load_model("model.safetensors")
     assert not network.training
     assert network(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
+def test_params_lists_those_of_the_project_or_of_a_recipe_without_torch(finished_project: Project) -> None:
+    code = (
+        "import sys; from swap_pipeline.cli import main; main(['params'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    here = finished_project.run(sys.executable, "-c", code)
+    assert "* phase1.max_epochs           3\n" in here.stdout
+    done = swap(finished_project, "params", "recipes/cifar10.yaml", "--json")
+    found = {entry["key"]: entry for entry in json.loads(done.stdout)}
+    assert found["phase1.shards"] == {
+        "key": "phase1.shards",
+        "value": "8",
+        "default": "1",
+        "doc": "equal parts of a batch, each normalised on its own (batch norm); at most so many devices share the run",
+    }
+    assert found["data.name"]["default"] is None
+
+
+def test_params_of_a_bad_file_end_in_one_line(finished_project: Project, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("recipe: mine\nphase4: {}\n")
+    done = swap(finished_project, "params", str(tmp_path / "bad.yaml"))
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {tmp_path}/bad.yaml: phase4 is not a known parameter")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_help_answers_without_torch(finished_project: Project) -> None:

@@ -12,18 +12,19 @@ from conftest import ROOT
 from ruamel.yaml import YAML
 
 from swap_pipeline import cluster, launch, ranks
+from swap_pipeline.devices import launcher_kind, share_of_phase1, share_of_worker, this_machine
 from swap_pipeline.environment import JOB
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import Instance
+from swap_pipeline.instances import PHASE1, worker
 from swap_pipeline.jobs import MALLOC, Job, Machine, load, save
-from swap_pipeline.launch import job_on_all_devices, launcher_kind, this_machine, worker_job
+from swap_pipeline.launch import job_with
 from swap_pipeline.ranks import job_of_rank
 from swap_pipeline.scratch import JobFolder
 from swap_pipeline.srun import step
 from swap_pipeline.stopping import STOPPABLE
 from swap_pipeline.torchrun import PORT
 
-WORKER = Instance(method="phase2", seed=3)
+WORKER = worker(3)
 
 
 @pytest.fixture(autouse=True)
@@ -123,22 +124,21 @@ def test_a_launcher_that_there_is_no_place_for_is_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("allocation")
 def test_phase_1_has_the_gpus_of_all_nodes_and_a_worker_may_have_more_than_one_node() -> None:
-    phase1 = job_on_all_devices(Instance(method="phase1"), batch_size=480)
+    machine = this_machine()
+    phase1 = share_of_phase1(machine, shards=16)
     assert (phase1.nodes, phase1.processes, phase1.threads) == (2, 16, 8)
-    small, large = (worker_job(WORKER, processes=n, batch_size=480) for n in (2, 16))
+    small, large = (share_of_worker(machine, shards=shards) for shards in (2, 16))
     assert (small.nodes, small.processes, small.threads) == (1, 2, 8)
-    assert (large.nodes, large.processes_per_node) == (2, 8)
-    with pytest.raises(SwapError, match=r"gpus_per_worker is 9, which 2 nodes with 8 each .* set it to 8 or 16"):
-        worker_job(WORKER, processes=9, batch_size=90)
-    with pytest.raises(SwapError, match="gpus_per_worker is 32, but 2 nodes have 16 GPUs"):
-        worker_job(WORKER, processes=32, batch_size=480)
+    assert (large.nodes, large.processes) == (2, 16)
 
 
 @pytest.mark.usefixtures("allocation")
-def test_ranks_that_the_nodes_cannot_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWAP_NPROC", "3")
-    with pytest.raises(SwapError, match="SWAP_NPROC is 3, which 2 nodes cannot share"):
-        job_on_all_devices(Instance(method="phase1"))
+@pytest.mark.parametrize(("shards", "nodes", "processes"), [(9, 1, 3), (15, 1, 5), (10, 2, 10), (32, 2, 16), (7, 1, 7)])
+def test_as_many_gpus_share_the_shards_as_can_do_so_equally_and_spread_evenly_over_nodes(
+    shards: int, nodes: int, processes: int
+) -> None:
+    share = share_of_worker(this_machine(), shards=shards)
+    assert (share.nodes, share.processes) == (nodes, processes)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_wish_for_gpus_that_the_cluster_does_not_have_is_refused(monkeypatch: 
 def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("SLURM_CPU_BIND", "quiet,mask_cpu:0x1")  # of the shell that `salloc` gave, no good for others
-    job = job_on_all_devices(Instance(method="phase1"), batch_size=480)
+    job = job_with(PHASE1, share_of_phase1(this_machine(), shards=16))
     (command, variables), (again, others) = step(job), step(job)
     text = " ".join(command)
     assert "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --exact --kill-on-bad-exit=1 --cpus-per-task 64" in text
@@ -227,7 +227,7 @@ def test_a_step_says_what_it_needs_and_meets_at_a_place_of_its_own(monkeypatch: 
     assert variables.keys().isdisjoint({"SLURM_NTASKS", "SLURM_CPU_BIND"}) and variables["SLURM_JOB_ID"] == "77"
     assert variables.items() >= MALLOC.items()
 
-    worker, _ = step(worker_job(WORKER, processes=2, batch_size=480), memory_share=0.25)
+    worker, _ = step(job_with(WORKER, share_of_worker(this_machine(), shards=2)), memory_share=0.25)
     assert "--nodes 1 --ntasks 1" in " ".join(worker) and "--mem 200000" in " ".join(worker)
     assert "--standalone" in worker
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all that a node has

@@ -20,7 +20,7 @@ from swap_pipeline.cosine import (
     snapshots_of_phase1,
     snapshots_of_worker,
 )
-from swap_pipeline.data import Images, draw_epoch
+from swap_pipeline.data import Images, derive_seed, draw_epoch
 from swap_pipeline.distributed import Group
 from swap_pipeline.models import load_model
 from swap_pipeline.params import Augment
@@ -133,11 +133,12 @@ def cosine_by_hand(project: Project, path: str) -> float:
     network = load_model(project.root / path).double().train()
     tensors, _ = read_tensors(project.root / "data/prepared/train.safetensors")
     meta = project.json("data/prepared/meta.json")
-    indices = chosen(240, 100, seed=0, split="train")
+    seed = derive_seed("phase3", 0)
+    indices = chosen(240, 100, seed=seed, split="train")
     assert indices is not None
     pixels = (tensors["images"][indices].double() / 255 - meta["mean"][0]) / meta["std"][0]
     labels = tensors["labels"][indices]
-    order = draw_epoch(seed=0, epoch=0, num_images=100, image_size=(28, 28)).order
+    order = draw_epoch(seed=seed, epoch=0, num_images=100, image_size=(28, 28)).order
     losses = [nn.functional.cross_entropy(network(pixels[part]), labels[part]) for part in (order[:50], order[50:])]
     gradients = torch.autograd.grad(sum(losses) / 2, list(network.parameters()))  # type: ignore[arg-type]
     swap, _ = read_tensors(project.root / "checkpoints/phase3/model.safetensors")

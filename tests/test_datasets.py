@@ -28,7 +28,7 @@ from swap_pipeline import datasets
 from swap_pipeline.data import read_images, read_meta
 from swap_pipeline.datasets import FACTS, Facts, choose_balanced, prepare
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import Augment, Data
+from swap_pipeline.params import Data
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "data" / "fashion-mini.safetensors"
@@ -48,8 +48,6 @@ def settings(name: str, *, root: Path | str = "data/raw", train_images: int | Li
         root=str(root),
         train_images=train_images,
         max_gb_in_memory=2.0,
-        test_crop="square",
-        augment=Augment(padding=0, flip=False, cutout=0),
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
+import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,37 @@ import pytest
 from conftest import ROOT
 from ruamel.yaml import YAML
 
-from swap_pipeline.instances import ANALYSES, BASELINES, SWA_STARTS, Instance
+from swap_pipeline.inputs import declared_stage
+from swap_pipeline.instances import ANALYSES, PHASE1, Instance, worker
 
 # They decide where and how visibly a job runs, whose code makes the network, what an error says; not what is computed.
 CANNOT_CHANGE_A_RESULT = {
-    *("batch", "cluster", "environment", "errors", "jobs", "launch", "local", "own_network", "progress", "pulse"),
-    *("ranks", "sbatch", "scratch", "slurm", "srun", "stopping", "torchrun"),
+    *("batch", "cluster", "devices", "dvc_cache", "environment", "errors", "inputs", "jobs", "last_resort", "launch"),
+    *("local", "own_network", "progress", "pulse", "ranks", "sbatch", "scratch", "slurm", "srun", "stopping"),
+    "torchrun",
 }
 
 
-PIPELINES = ("dvc.yaml", "comparisons/dvc.yaml", "analysis/dvc.yaml")
+@functools.cache
+def pipelines() -> dict[str, dict[str, Any]]:
+    """Stages by name, by file: of the project, and of the analysis, which is a project of its own."""
+    files = ("dvc.yaml", "analysis/dvc.yaml")
+    found = {file: YAML(typ="safe").load((ROOT / file).read_text())["stages"] for file in files}
+    assert not set.intersection(*(set(declared) for declared in found.values()))
+    return found
 
 
 def stages() -> dict[str, Any]:
-    """All stages of all pipelines, by name."""
-    trees = [YAML(typ="safe").load((ROOT / name).read_text())["stages"] for name in PIPELINES]
-    declared: dict[str, Any] = {name: stage for tree in trees for name, stage in tree.items()}
-    assert len(declared) == sum(map(len, trees))
-    return declared
+    return {name: stage for declared in pipelines().values() for name, stage in declared.items()}
+
+
+def file_of(name: str) -> Path:
+    """The `dvc.yaml` that declares a stage."""
+    return next(Path(file) for file, declared in pipelines().items() if name in declared)
 
 
 def script_of(name: str) -> Path:
-    module = re.match(r"python -m stages\.(\w+)", stages()[name]["cmd"])
+    module = re.search(r"python -m stages\.(\w+)", stages()[name]["cmd"])
     assert module is not None
     return ROOT / "stages" / f"{module[1]}.py"
 
@@ -91,76 +101,87 @@ def covers(declared: str, read: str) -> bool:
     return read == declared or read.startswith(f"{declared}.")
 
 
+def seen_from_root(name: str, path: str) -> str:
+    """A path in the stage's `dvc.yaml`, as the root folder has it."""
+    return os.path.normpath(file_of(name).parent / path)
+
+
+def declared_params(name: str) -> dict[str, set[str]]:
+    """Keys by params file."""
+    found: dict[str, set[str]] = {}
+    for entry in stages()[name].get("params", []):
+        for file, keys in (entry if isinstance(entry, dict) else {"params.yaml": [entry]}).items():
+            found.setdefault(seen_from_root(name, file), set()).update(keys or ())
+    return found
+
+
 @pytest.mark.parametrize("name", stages())
 def test_a_stage_depends_on_exactly_the_modules_it_imports(name: str) -> None:
     script = script_of(name)
     expected = {f"swap_pipeline/{module}.py" for module in closure(script)}
-    declared = [path for path in stages()[name]["deps"] if path.endswith(".py")]
+    declared = [seen_from_root(name, path) for path in stages()[name]["deps"] if path.endswith(".py")]
     assert sorted(declared) == sorted(expected | {f"stages/{script.name}"})
+
+
+@pytest.mark.parametrize("path", ["dvc.yaml", "analysis/dvc.yaml"])
+def test_no_command_is_put_together_from_params(path: str) -> None:
+    tree = YAML(typ="safe").load((ROOT / path).read_text())
+
+    assert [stage["cmd"] for stage in tree["stages"].values() if "${" in str(stage["cmd"])] == []
 
 
 @pytest.mark.parametrize("name", stages())
 def test_a_stage_declares_exactly_the_params_it_reads(name: str) -> None:
+    if stages()[name].get("params") == [{"params.yaml": None}]:
+        return  # all of them, for a page that shows them
     script = script_of(name)
     read = params_read(script)
-    method = name.removesuffix("_again")
-    if script.stem != "tables":
-        read -= {"repeats"}  # only to see whether this repeat is listed, and which others could train beside it
-    if script.stem == "phase2":
-        read -= {"workers.seeds"}  # the same with workers
-    if script.stem == "prepare":  # passes the section on, of which a part is used
-        read = (read - {"data"}) | {f"data.{key}" for key in attributes_of("data", package_file("datasets"))}
-    if script.stem != "prepare":
+    if name == "phase2":
+        read -= {"workers.seeds"}  # only to see which others could train beside it
+    if name != "prepare":
         read -= {"data.root"}  # where image files are, not what is in them: that stands in data/prepared
-    if script.stem in ("baseline", "swa"):
-        read |= {method}  # by `chosen_section`
-    if method in ANALYSES:
-        read |= {f"analysis.{key}" for key in attributes_of("given", script)}  # by `chosen_section` too
-    if method in ("swa_large_batch", "swa_small_batch"):
-        read = {key for key in read if not key.startswith("phase2")} | {"phase2.cycles", "phase2.epochs"}
-        read |= {SWA_STARTS[method]}
-    entries = stages()[name].get("params", [])
-    if entries == [{"params.yaml": None}]:
-        return  # all of them, for a page that shows them
-    declared = set(entries)
-    assert {key for key in read if not any(covers(entry, key) for entry in declared)} == set()
-    assert {entry for entry in declared if not any(covers(entry, key) for key in read)} == set()
+    if name not in ("phase1", "phase2"):
+        read -= {"phase1.shards"}  # how many devices may share the work
+    declared = declared_params(name)
+    # A section that may leave entries out is declared as a whole: DVC refuses keys that are not in the file.
+    of_root = declared.pop("params.yaml", set())
+    assert {key for key in read if not any(covers(entry, key) for entry in of_root)} == set()
+    assert {entry for entry in of_root if not any(covers(entry, key) for key in read)} == set()
+    own = {"analysis/params.yaml": attributes_of("given", script)} if name in ANALYSES else {}
+    assert declared == own
 
 
 def instances() -> list[Instance]:
-    phases = [Instance(method="phase1"), Instance(method="phase2", seed=7), Instance(method="phase3")]
-    others = [Instance(method=method) for method in (*BASELINES, *SWA_STARTS)]
-    repeated = [again for one in (*phases, *others) for again in (one, replace(one, repeat=5))]
-    return [*repeated, Instance(method="averaged"), *(Instance(method=method) for method in ANALYSES)]
+    others = (Instance(stage=stage) for stage in ("phase3", *ANALYSES))
+    return [PHASE1, worker(7), *others]
 
 
 @pytest.mark.parametrize("instance", instances(), ids=lambda instance: instance.stage_name)
 def test_the_code_and_dvc_yaml_mean_the_same_command_and_files(instance: Instance) -> None:
-    tree = YAML(typ="safe").load((ROOT / instance.stage_file).read_text())
-    stage = tree["stages"][instance.stage]
+    stage = stages()[instance.stage]
 
     def filled_in(text: str) -> str:
-        return text.replace("${item.repeat}", str(instance.repeat)).replace("${item.seed}", str(instance.seed))
+        return text.replace("${item.seed}", str(instance.seed))
 
+    assert str(file_of(instance.stage)) == instance.stage_file
     assert list(stage.get("matrix", {})) == list(instance.item)
-    assert filled_in(stage["cmd"]) == " ".join(("python -m", *instance.command))
-    assert [filled_in(out) for out in stage["outs"]] == [str(path) for path in instance.outs]
-    deps = {filled_in(dep) for dep in stage["deps"]}
-    assert (instance.start is None) or str(instance.start.model) in deps
-    if instance.method not in ANALYSES:  # which look at models of all phases
-        assert sum(dep.endswith(".safetensors") for dep in deps) == (instance.start is not None)
+    to_root = "cd .. && exec " if instance.stage in ANALYSES else ""
+    # A worker's seed is never part of a shell command: DVC says whose turn it is by the stage's name.
+    assert stage["cmd"] == f"{to_root}python -m {instance.command[0]}"
+    outs = [seen_from_root(instance.stage, filled_in(out)) for out in stage["outs"]]
+    assert outs == [str(path) for path in instance.outs]
 
 
-def test_a_repeat_differs_from_its_plain_stage_only_in_where_it_writes_and_what_it_starts_from() -> None:
-    declared = stages()
-    for name in declared:
-        if not name.endswith("_again"):
-            continue
-        plain, again = declared[name.removesuffix("_again")], declared[name]
-        assert again["params"] == plain["params"]
-        assert [dep for dep in again["deps"] if "checkpoints" not in dep] == [
-            dep for dep in plain["deps"] if "checkpoints" not in dep
-        ]
+def test_scratch_is_named_after_what_dvc_yaml_lists_with_paths_as_the_root_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    for instance in instances():
+        deps, params = declared_stage(instance)
+        assert all(
+            Path(dep).exists() for dep in deps if not dep.startswith(("checkpoints", "data/prepared", "metrics"))
+        )
+        assert {file: set(keys) for file, keys in params.items()} == declared_params(instance.stage)
 
 
 def test_modules_that_no_stage_lists_import_nothing_that_computes() -> None:

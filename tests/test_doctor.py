@@ -16,6 +16,7 @@ from conftest import Project
 from swap_pipeline import doctor, precision
 from swap_pipeline.doctor import Finding, examine, json_of, text_of
 from swap_pipeline.errors import SwapError
+from swap_pipeline.jobs import Machine
 from swap_pipeline.params import read_params
 from swap_pipeline.plan_facts import devices_here
 from swap_pipeline.planning import plan_params
@@ -50,7 +51,9 @@ def test_in_a_new_project_nothing_is_wrong_and_everything_is_looked_at(here: Pro
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     topics = {line.split()[1] for line in lines[:-2]}
-    expected = "python versions project params devices backends threads precision data plan disk scratch DVC git"
+    expected = (
+        "python versions project params analysis devices backends threads precision data plan disk scratch DVC git"
+    )
     assert topics == set(expected.split())
     assert {line.split()[0] for line in lines[:-2]} <= {"ok", "note"}
     assert "nothing keeps `dvc repro` from running" in lines[-1]
@@ -99,7 +102,7 @@ def test_outside_of_a_project_it_says_so_and_goes_on(
 @pytest.mark.parametrize(
     ("values", "topic", "words"),
     [
-        ({"data.root": "nowhere"}, "data", "data.root is 'nowhere', which does not exist"),
+        ({"data.root": "nowhere"}, "params", "data.root is 'nowhere', which does not exist"),
         ({"data.name": "imagefolder"}, "data", "has no folder train"),
         ({"data.name": "fashion"}, "data", "data.name is 'fashion'"),
         ({"phase1.batch_size": 5000}, "plan and disk", "phase1.batch_size is 5000"),
@@ -113,17 +116,22 @@ def test_what_would_stop_a_run_is_a_problem(here: Project, values: dict[str, Any
     assert words in problems()[topic]
 
 
-def test_what_would_stop_only_a_comparison_is_a_note(here: Project) -> None:
-    here.set_params({"small_batch.batch_size": 500, "data.train_images": 240})
-
-    assert problems() == {}
-    assert "small_batch.batch_size is 500" in found("plan", "note")[0]
-
-
 def test_a_wrong_variable_is_named(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWAP_NPROC", "two")
 
     assert "SWAP_NPROC is 'two'" in problems()["threads"]
+
+
+def test_processes_and_threads_follow_from_shards_and_devices(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(device_type="cpu", devices=tuple("01234567"), cores=8)
+    monkeypatch.setattr(doctor, "this_machine", lambda: machine)
+    here.set_params({"phase1.shards": 4, "phase2.shards": 4})
+
+    assert found("threads") == [
+        "8 cores",
+        "phases 1 and 3: 4 processes with 2 threads each",
+        "phase 2: 2 of 3 workers at once, 4 processes with 1 thread each",
+    ]
 
 
 def test_missing_data_is_told_with_what_will_happen(here: Project) -> None:
@@ -155,7 +163,7 @@ def test_the_bytes_of_a_run_count_every_model_that_it_writes(here: Project) -> N
     """Against what a run of this size really leaves, counted by hand from the layout of the network."""
     here.set_params({"phase2.keep_epochs": [1], "phase1.keep_epochs": [1, 2]})
     params = read_params()
-    plan = plan_params(params, devices_here())
+    plan = plan_params(params, devices_here(params))
     models = 1 + 3 + 1 + 2 + 3  # phase 1, workers, average; kept by phase 1, kept by workers
     snapshots = 3 * plan.slots * plan.snapshot_bytes
     images = 2 * 20_000 * (28 * 28 + 8)

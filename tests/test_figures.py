@@ -13,10 +13,11 @@ from conftest import ROOT
 from made_up import (
     cosine_record,
     landscape_record,
+    made_up_tables,
+    method_params,
     params_file,
     plane,
     swap_records,
-    tables_record,
     workers_record,
 )
 from PIL import Image
@@ -30,15 +31,16 @@ from swap_pipeline.figures_analysis import (
     levels_above,
 )
 from swap_pipeline.figures_schedules import (
-    course_of,
+    Sampling,
     courses_as_run,
     draw_samplings,
     draw_schedules,
     planned_courses,
-    samplings,
+    sampling_of,
 )
-from swap_pipeline.figures_training import draw_accuracy_against_time, draw_training
+from swap_pipeline.figures_training import draw_training
 from swap_pipeline.params import Params, read_params
+from swap_pipeline.tables_page import draw_accuracy_against_time
 
 FASHION = read_params(ROOT / "recipes" / "fashion-mini.yaml")
 
@@ -60,7 +62,7 @@ def names(drawing: Drawing) -> set[str]:
 def course(records: dict[str, Any], params: Params = FASHION) -> Drawing:
     phase1 = records["phase1"]
     rates = courses_as_run(params, phase1["epochs"])
-    return draw_training(phase1, records["workers"], records["averaged"]["points"], rates=rates)
+    return draw_training(phase1, records["workers"], records["phase3"]["points"], rates=rates)
 
 
 def test_the_course_of_a_run_is_that_of_its_records() -> None:
@@ -72,7 +74,7 @@ def test_the_course_of_a_run_is_that_of_its_records() -> None:
     for seed, worker in records["workers"].items():
         later = [(20 + row["epoch"], row["test_accuracy"]) for row in worker["curve"]]
         assert points(drawing, f"accuracy-seed_{seed}") == points(drawing, f"close-seed_{seed}") == later
-    average = [(20 + epoch, point["test_accuracy"]) for epoch, point in enumerate(records["averaged"]["points"], 1)]
+    average = [(20 + epoch, point["test_accuracy"]) for epoch, point in enumerate(records["phase3"]["points"], 1)]
     assert points(drawing, "accuracy-averaged") == average
     assert average[-1] == (28, records["phase3"]["test_accuracy"])
     # The rate rises to its peak, and falls towards 0 at max_epochs, which phase 1 did not reach.
@@ -93,7 +95,7 @@ def test_the_rate_that_is_drawn_is_the_one_that_is_trained_with() -> None:
 @pytest.mark.parametrize("kept", [0, 1])
 def test_the_course_of_the_average_may_be_a_point_or_nothing(kept: int) -> None:
     records = swap_records(seeds=(5,), epochs=1)
-    records["averaged"]["points"] = records["averaged"]["points"][:kept]
+    records["phase3"]["points"] = records["phase3"]["points"][:kept]
     drawing = course(records)
     assert ("accuracy-averaged" in names(drawing)) == bool(kept)
     assert len(points(drawing, "accuracy-seed_5")) == 1
@@ -115,28 +117,43 @@ def test_cycles_of_phase_2_are_drawn_one_after_another(tmp_path: Path) -> None:
 
 
 def test_schedules_by_epoch_jump_where_params_do() -> None:
-    params = read_params(ROOT / "recipes" / "imagenet.yaml")
-    assert params.small_batch is not None
-    run = course_of("small_batch", "small batch", params.small_batch, epochs=28)
+    params = method_params("imagenet", "small_batch")
+    (run,) = planned_courses(params)
     assert run.rates[:5] == ((0, 1.0), (7, 2.0), (13, 0.25), (13, 0.4375), (22, 0.04375))
     assert run.batch_sizes == ((0, 4096), (13, 4096), (13, 1792), (25, 1792), (25, 1024), (28, 1024))
-    worker = planned_courses(params)[1]  # takes up small_batch's lists at epoch 22
+    worker = planned_courses(method_params("imagenet", "swap"))[1]  # takes up small_batch's lists at epoch 22
     assert worker.rates[0] == (22, 0.04375) and worker.rates[-1] == (28, 0.00025)
     assert worker.batch_sizes == ((22, 1792), (25, 1792), (25, 1024), (28, 1024))
-    drawing = draw_schedules(planned_courses(params))
-    assert points(drawing, "batch-small_batch") == list(run.batch_sizes)
-    assert points(drawing, "rate-phase2") == list(worker.rates)
+    assert points(draw_schedules([run]), "batch-phase1") == list(run.batch_sizes)
+    assert points(draw_schedules([run, worker]), "rate-phase2") == list(worker.rates)
 
 
 def test_swa_samples_at_the_end_of_each_cycle_and_swap_all_at_once() -> None:
-    drawing = draw_samplings(samplings(FASHION))
+    drawing = draw_samplings(samplings())
     for method in ("swa_large_batch", "swa_large_then_small", "swa_small_batch"):
         assert points(drawing, f"{method}-samples") == [(epoch, 0) for epoch in (32, 40, 48, 56)]
-        assert points(drawing, f"{method}-swa")[0][0] == 24
-    assert points(drawing, "swa_large_batch-swa")[:3] == [(24, 0.4), (32, 0), (32, 0)]
+    assert points(drawing, "swa_large_batch-phase2")[:3] == [(24, 0.4), (32, 0), (32, 0)]
     assert points(drawing, "swap-samples") == [(32, 0)]
     (sample,) = [row for row in drawing.rows if row[:2] == ("swap", "sample")]
     assert sample == ("swap", "sample", 32, None, 4)
+
+
+def samplings() -> list[Sampling]:
+    chosen = ("swa_large_batch", "swa_large_then_small", "swa_small_batch", "swap")
+    return [sampling_of(method_params("fashion-mini", method), method=method, title=method) for method in chosen]
+
+
+def test_without_phase_2_there_is_no_panel_of_it(tmp_path: Path) -> None:
+    params = read_params(params_file(tmp_path, {"phase2.epochs": 0, "workers.seeds": [0]}))
+    records = swap_records(seeds=(0,), epochs=0)
+    drawing = course(records, params)
+    assert names(drawing) >= {"rate-phase1", "accuracy-phase1"}
+    assert not any(name.startswith("close-") or "seed" in name or "phase2" in name for name in names(drawing))
+    assert len(drawing.figure.axes) == 2
+    assert [text.get_text() for text in drawing.figure.legends[0].get_texts()] == ["phase 1"]
+    assert {row[0] for row in drawing.rows} == {"phase1"}
+    schedules = draw_schedules(planned_courses(params))
+    assert names(schedules) >= {"rate-phase1", "batch-phase1"} and "rate-phase2" not in names(schedules)
 
 
 def test_a_landscape_fills_the_plane_with_its_errors() -> None:
@@ -213,32 +230,21 @@ def test_matrices_show_numbers_while_there_is_room(num_workers: int) -> None:
 
 
 def test_accuracy_against_time_shows_what_has_run() -> None:
-    tables = tables_record(without=("small_batch", "swa_small_batch"))["tables"]
-    drawing = draw_accuracy_against_time(tables)
-    assert drawing is not None
-    assert points(drawing, "repeats-large_batch") == [(80, 89.9), (81, 90.0)]
-    assert points(drawing, "mean-large_batch") == [(80.5, pytest.approx(89.95))]
-    assert {row[0] for row in drawing.rows} == {
-        "large_batch",
-        "swap_before",
-        "swap_after",
-        "swa_large_batch",
-        "swa_large_then_small",
-    }
-    everything = ("small_batch", "large_batch", "phase1", "phase2", "phase3")
-    swa = ("swa_large_batch", "swa_large_then_small", "swa_small_batch")
-    assert draw_accuracy_against_time(tables_record(without=(*everything, *swa))["tables"]) is None
+    drawing = draw_accuracy_against_time(made_up_tables(without=("small_batch", "swa_small_batch")))
+    assert points(drawing, "seeds-large_batch") == [(82, 89.9), (83, pytest.approx(90.0))]
+    assert points(drawing, "mean-large_batch") == [(82.5, pytest.approx(89.95))]
+    shown = {"large_batch", "large_batch_ema", "small_batch_ema", "swap_before", "swap_after"}
+    assert {row[0] for row in drawing.rows} == {*shown, "swa_large_batch", "swa_large_then_small"}
 
 
 def test_the_same_run_has_the_same_colour_everywhere() -> None:
     training, cosine = course(swap_records()), draw_cosine(cosine_record()["points"])
-    schedules, swa = draw_schedules(planned_courses(FASHION)), draw_samplings(samplings(FASHION))
+    schedules, swa = draw_schedules(planned_courses(FASHION)), draw_samplings(samplings())
     for run, lines in {
         "phase1": [(training, "accuracy-phase1"), (cosine, "cosine-phase1"), (schedules, "rate-phase1"),
                    (swa, "swap-phase1")],
         "phase2": [(training, "close-seed_0"), (cosine, "cosine-seed_0"), (schedules, "rate-phase2"),
                    (swa, "swap-phase2")],
-        "small_batch": [(schedules, "rate-small_batch"), (swa, "swa_small_batch-small_batch")],
     }.items():  # fmt: skip
         assert {drawn(drawing, gid).get_color() for drawing, gid in lines} == {COLOURS[run]}
 

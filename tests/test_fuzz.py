@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import random
+import typing
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,9 +37,10 @@ from swap_pipeline.params import Optimizer, Params, parse_params, read_params
 from swap_pipeline.precision import Scaler
 from swap_pipeline.predict import predict
 from swap_pipeline.recipes import list_recipes, origin_of_params, use_recipe
-from swap_pipeline.resuming import resume
+from swap_pipeline.resuming import State, resume
 from swap_pipeline.runs import Run
 from swap_pipeline.sgd import Sgd
+from swap_pipeline.shards import Shards
 from swap_pipeline.training_job import view_of_checkpoint
 
 CPU = torch.device("cpu")
@@ -231,7 +233,8 @@ def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
         newer.write_bytes(mutant.content)
         net = little(4)
         sgd = sgd_of(net)
-        curve, _ = resume(run, net, sgd, tmp_path, ALONE, num_images=1000)
+        state = State(network=net, sgd=sgd, shards=Shards(net, run.shards, ALONE), mean=None, group=ALONE)
+        curve, _ = resume(run, state, tmp_path, num_images=1000)
         parts = {"network": net.state_dict(), "momentum": sgd.momentum()}
         found = {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
         said = capsys.readouterr().out
@@ -347,8 +350,6 @@ def small_params() -> str:
     """The default recipe without its comments, and small, since some thousands are read."""
     yaml = YAML(typ="safe", pure=True)
     tree = yaml.load((ROOT / "recipes" / "fashion-mini.yaml").read_text())
-    for section in ("swa_large_batch", "swa_large_then_small", "swa_small_batch", "large_batch"):
-        del tree[section]
     text = io.StringIO()
     yaml.default_flow_style = False
     yaml.dump(tree, text)
@@ -368,6 +369,17 @@ def tree_of(params: Params) -> Any:
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
     return plain(params)
+
+
+def with_defaults(tree: Any, kind: Any = Params) -> Any:
+    """What a file says, and what it does not mention."""
+    hints, said = typing.get_type_hints(kind), dict(tree)
+    for field in dataclasses.fields(kind):
+        if field.name in said and dataclasses.is_dataclass(hints[field.name]):
+            said[field.name] = with_defaults(said[field.name], hints[field.name])
+        elif field.default not in (dataclasses.MISSING, None):
+            said.setdefault(field.name, [] if field.default == () else field.default)
+    return said
 
 
 def test_of_a_params_file_what_is_in_it_is_read_or_refused(tmp_path: Path) -> None:
@@ -395,7 +407,7 @@ def test_of_a_params_file_what_is_in_it_is_read_or_refused(tmp_path: Path) -> No
             expected = yaml.load(mutant.content.decode())
         else:
             params, expected = parse_params(mutant.info), mutant.info
-        return None if tree_of(params) == expected else "other params than those in the file"
+        return None if tree_of(params) == with_defaults(expected) else "other params than those in the file"
 
     tally = fuzz("params", draw, answer)
     assert tally.refused > COUNT / 4 and tally.accepted > COUNT / 50
@@ -417,7 +429,7 @@ HOSTILE_YAML = {
     "bomb in options": with_options("{" + BOMB.strip().replace("\n", ", ") + "}"),
     "deep": "data: " + "[" * 3000 + "]" * 3000,
     "deep sections": "".join(" " * level + "a:\n" for level in range(300)),
-    "digits": "repeats: [" + "9" * 5000 + "]",
+    "digits": "seed: " + "9" * 5000,
     "bits": "phase1: 0x" + "f" * 5000,
     "no date": "data: 2001-99-99",
     "no time": "data: 2001-01-01 99:99:99",

@@ -27,7 +27,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from swap_pipeline import image_folders
 from swap_pipeline.datasets import prepare
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import Augment, Data
+from swap_pipeline.params import Data
 
 REAL = os.environ.get("SWAP_TEST_IMAGE_FOLDER")
 
@@ -40,8 +40,6 @@ def settings(
         root=str(root),
         train_images=train_images,
         max_gb_in_memory=max_gb,
-        test_crop="square",
-        augment=Augment(padding=0, flip=False, cutout=0),
     )
 
 
@@ -429,7 +427,7 @@ def test_all_unreadable_images_are_listed_with_their_reasons(root: Path, out: Pa
     first, *others = str(caught.value).splitlines()
     assert first == f"5 of 8 images in {root} cannot be read: repair or remove them"
     assert len(others) == 5
-    reasons = ["the file is empty", "cannot be read as an image", "format is not known", "not found", "truncated"]
+    reasons = ["the file is empty", "cannot be read as an image", "format is none of", "not found", "truncated"]
     for name, reason, line in zip(names, reasons, others, strict=True):
         assert line.startswith(f"{root / name} ") and reason in line
     assert not out.exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from swap_pipeline import ranks
-from swap_pipeline.instances import Instance
+from swap_pipeline.instances import PHASE1
 from swap_pipeline.jobs import STDERR_FILE, Job, why_incomplete
 from swap_pipeline.pulse import Pulse
 from swap_pipeline.scratch import JobFolder
@@ -22,9 +22,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """Of three ranks, whose limit is half an hour."""
     monkeypatch.delenv("SWAP_TIMEOUT_MINUTES", raising=False)
     folder = JobFolder(tmp_path)
-    return Job(
-        instance=Instance(method="phase1"), device_type="cuda", processes=3, threads=1, num_devices=3, folder=folder
-    )
+    return Job(instance=PHASE1, device_type="cuda", processes=3, threads=1, num_devices=3, folder=folder)
 
 
 def told_of(job: Job, code: int) -> tuple[str, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,8 +16,8 @@ from test_resume import processes_in, wait_until
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from swap_pipeline.checkpoint import read_tensors
-from swap_pipeline.data import draw_epoch
+from swap_pipeline.checkpoint import read_point, read_tensors, write_point
+from swap_pipeline.data import derive_seed, draw_epoch
 from swap_pipeline.landscape import Chart, Errors, as_json, charts_of, cost
 from swap_pipeline.models import load_model
 from swap_pipeline.planes import Plane
@@ -27,6 +26,7 @@ from swap_pipeline.sample import chosen
 
 # Of 240 and 120: many enough to tell models apart.
 TRAIN, TEST = 200, 110
+SEED = derive_seed("phase3", 0)  # of passes for statistics, where `seed` is 0
 
 
 def run(project: Project, **environment: str) -> tuple[Any, str]:
@@ -40,7 +40,7 @@ def run(project: Project, **environment: str) -> tuple[Any, str]:
 def landscape(finished_project: Project, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Any, str]:
     """Without a margin, so that the grid has its corners at marked points."""
     project = finished_project.copy_to(tmp_path_factory.mktemp("landscape") / "project")
-    project.set_params({"analysis.margin": 0.0, "analysis.train_images": TRAIN, "analysis.test_images": TEST})
+    project.set_analysis({"margin": 0.0, "train_images": TRAIN, "test_images": TEST})
     return (project, *run(project))
 
 
@@ -58,7 +58,7 @@ def sampled(project: Project, split: str, count: int) -> tuple[torch.Tensor, tor
     """Normalised by hand."""
     tensors, _ = read_tensors(project.root / f"data/prepared/{split}.safetensors")
     meta = project.json("data/prepared/meta.json")
-    indices = chosen(len(tensors["labels"]), count, seed=0, split=split)
+    indices = chosen(len(tensors["labels"]), count, seed=SEED, split=split)
     assert indices is not None and len(indices) == count
     pixels = tensors["images"][indices].double() / 255
     return ((pixels - meta["mean"][0]) / meta["std"][0]).float(), tensors["labels"][indices]
@@ -68,7 +68,7 @@ def own_errors(project: Project, path: str) -> tuple[float, float]:
     """Train and test error of a model: statistics from all that its layers see in two batches of 50, put together."""
     network = load_model(project.root / path)
     images, labels = sampled(project, "train", TRAIN)
-    order = draw_epoch(seed=0, epoch=0, num_images=TRAIN, image_size=(28, 28)).order
+    order = draw_epoch(seed=SEED, epoch=0, num_images=TRAIN, image_size=(28, 28)).order
     layers = [module for module in network.modules() if isinstance(module, _BatchNorm)]
     seen: dict[nn.Module, list[torch.Tensor]] = {layer: [] for layer in layers}
     hooks = [layer.register_forward_pre_hook(lambda layer, inputs: seen[layer].append(inputs[0])) for layer in layers]
@@ -168,8 +168,9 @@ def test_with_all_images_swap_has_phase_3s_own_test_error_and_two_ranks_find_wha
     finished_project: Project, tmp_path: Path
 ) -> None:
     project = finished_project.copy_to(tmp_path / "project")
-    project.set_params({"analysis.grid": 2, "analysis.train_images": "all", "analysis.test_images": 10_000})
+    project.set_analysis({"grid": 2, "train_images": "all", "test_images": 10_000})
     one, _ = run(project)
+    project.set_params({"phase1.shards": 2})
     two, said = run(project, SWAP_NPROC="2")
 
     assert one["test_images"] == 120
@@ -188,7 +189,8 @@ def test_a_killed_landscape_goes_on_and_ends_with_the_same_record(finished_proje
     undisturbed, project = (finished_project.copy_to(tmp_path / name) for name in ("undisturbed", "project"))
     for copy in (undisturbed, project):
         copy.environment = {"SWAP_NPROC": "2"}
-        copy.set_params({"analysis.grid": 25})
+        copy.set_params({"phase1.shards": 2})
+        copy.set_analysis({"grid": 25})
     expected, _ = run(undisturbed)
 
     def pieces() -> list[Path]:
@@ -206,15 +208,15 @@ def test_a_killed_landscape_goes_on_and_ends_with_the_same_record(finished_proje
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: processes_in(project.root) == [], seconds=10)
-    before = {key: row for path in pieces() for key, row in json.loads(path.read_text()).items()}
+    before = {key: row for path in pieces() for key, row in (read_point(path) or {}).items()}
     # A point that is computed again does not remember that it once took an hour.
     path = pieces()[0]
-    path.write_text(json.dumps({key: [*row[:2], 3600.0] for key, row in json.loads(path.read_text()).items()}))
+    write_point(path, {key: [*row[:2], 3600.0] for key, row in (read_point(path) or {}).items()})
 
     record, said = run(project)
 
     assert 0 < len(before) < 1255
-    assert f"going on after {len(before)} of 1255 points" in said
+    assert f"resuming after {len(before)} of 1255 points" in said
     assert record["seconds"] > 1800 > expected["seconds"]
     assert {**record, "seconds": 0} == {**expected, "seconds": 0}
 

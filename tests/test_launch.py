@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from swap_pipeline import environment, launch, ranks
+from swap_pipeline import devices, environment, launch, ranks
+from swap_pipeline.devices import share_of_phase1, share_of_worker, this_machine
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import Instance
-from swap_pipeline.jobs import Job
-from swap_pipeline.launch import Machine, baseline_job, job_on_all_devices, this_machine, worker_job
+from swap_pipeline.instances import PHASE1, worker
+from swap_pipeline.jobs import Job, Machine
+from swap_pipeline.launch import job_with
 from swap_pipeline.scratch import JobFolder, Lock
-
-PHASE1 = Instance(method="phase1")
 
 
 @pytest.fixture
@@ -24,77 +23,26 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU here: the one thing that is made up is the driver's answer, and that nothing is hashed."""
     for name in ("SWAP_DEVICE", "SWAP_NPROC", "SWAP_SLOTS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(launch, "_gpus", lambda: tuple("01234567"))
+    monkeypatch.setattr(devices, "_gpus", lambda: tuple("01234567"))
     monkeypatch.setattr(environment, "num_cores", lambda: 64)
-    monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(launch.Path(instance.stage)))
+    monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(Path(instance.stage)))
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_phase_1_has_all_gpus_and_a_worker_has_its_own() -> None:
-    assert this_machine() == Machine(device_type="cuda", devices=tuple("01234567"), cores=64)
-    phase1, worker = (
-        job_on_all_devices(PHASE1, batch_size=480),
-        worker_job(Instance(method="phase2", seed=3), processes=2, batch_size=96),
-    )
+    machine = this_machine()
+    assert machine == Machine(device_type="cuda", devices=tuple("01234567"), cores=64)
+    phase1 = job_with(PHASE1, share_of_phase1(machine, shards=8))
+    own = job_with(worker(3), share_of_worker(machine, shards=2))
     assert (phase1.processes, phase1.threads, phase1.num_devices) == (8, 8, 8)
-    assert (worker.processes, worker.threads, worker.num_devices) == (2, 8, 2)
-    assert worker.instance.command == ("stages.phase2", "--seed", "3")
+    assert (own.processes, own.threads, own.num_devices) == (2, 8, 2)
+    assert own.instance.command == ("stages.phase2", "--seed", "3")
 
 
 @pytest.mark.usefixtures("eight_gpus")
-@pytest.mark.parametrize(("gpus", "processes"), [(1, 1), (2, 2), (8, 8), (16, 8)])
-def test_a_baseline_has_the_gpus_it_asks_for_as_far_as_there_are_any(gpus: int, processes: int) -> None:
-    job = baseline_job(Instance(method="small_batch"), gpus=gpus, batch_size=512)
-    assert (job.processes, job.num_devices, job.threads) == (processes, processes, 8)
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_a_baseline_that_its_gpus_cannot_share_names_the_right_knob() -> None:
-    with pytest.raises(SwapError, match=r"small_batch.batch_size is 512, .* 3 processes .* set small_batch.gpus to 2"):
-        baseline_job(Instance(method="small_batch"), gpus=3, batch_size=512)
-    with pytest.raises(SwapError, match=r"large_batch.batch_size is 500, .* 8 processes"):
-        baseline_job(Instance(method="swa_large_batch"), section="large_batch", gpus=8, batch_size=500)
-
-
-@pytest.mark.parametrize(("gpus", "processes", "threads"), [(1, 1, 1), (2, 2, 8), (8, 2, 8)])
-def test_a_baseline_on_a_cpu_has_one_core_or_all(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, threads: int
-) -> None:
-    monkeypatch.setenv("SWAP_DEVICE", "cpu")
-    monkeypatch.delenv("SWAP_NPROC", raising=False)
-    monkeypatch.setattr(environment, "num_cores", lambda: 16)
-    monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(launch.Path(instance.stage)))
-    job = baseline_job(Instance(method="large_batch"), gpus=gpus, batch_size=1024)
-    assert (job.processes, job.threads, job.num_devices) == (processes, threads, 1 if gpus == 1 else 16)
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_a_limit_on_workers_leaves_phase_1_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWAP_SLOTS", "2")
-    assert job_on_all_devices(PHASE1, batch_size=480).processes == 8
-
-
-@pytest.mark.usefixtures("eight_gpus")
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWAP_NPROC", "16")
+def test_more_processes_than_gpus_are_refused() -> None:
     with pytest.raises(SwapError, match="SWAP_NPROC is 16, but there are 8 GPUs"):
-        job_on_all_devices(PHASE1)
-
-
-@pytest.mark.parametrize(("cores", "processes", "threads"), [(1, 1, 1), (2, 2, 1), (64, 2, 32)])
-def test_on_a_cpu_two_ranks_share_the_cores(
-    monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, threads: int
-) -> None:
-    monkeypatch.setenv("SWAP_DEVICE", "cpu")
-    monkeypatch.delenv("SWAP_NPROC", raising=False)
-    monkeypatch.setattr(environment, "num_cores", lambda: cores)
-    monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(launch.Path(instance.stage)))
-    phase1, worker = (
-        job_on_all_devices(PHASE1),
-        worker_job(Instance(method="phase2", seed=0), processes=1, batch_size=96),
-    )
-    assert (phase1.processes, phase1.threads, phase1.num_devices) == (processes, threads, cores)
-    assert (worker.threads, worker.num_devices) == (1, 1)
+        share_of_phase1(this_machine(), shards=8, at_most=16)
 
 
 def test_nohup_stays_in_force_and_other_signals_become_exceptions() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +75,7 @@ def epoch(images: FileImages, *, seed: int = 3, number: int = 0, world_size: int
     choices = draw_epoch(seed=seed, epoch=number, num_images=len(images), image_size=(24, 24), flip=True, cutout=5)
     steps: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], []]
     for rank in range(world_size):
-        parts = [batch_share(step, batch_size=4, rank=rank, world_size=world_size) for step in range(2)]
+        parts = [batch_share(step, batch_size=4, shard=rank, num_shards=world_size) for step in range(2)]
         view = View(size=24, min_scale=min_scale)
         batches = images.batches(choices, parts, view=view, padding=0, cutout=5, channels_last=False)
         for step, batch in enumerate(batches):
@@ -243,3 +246,36 @@ def test_an_image_that_changed_or_went_missing_after_preparing_is_named(folder: 
     path.unlink()
     with pytest.raises(SwapError, match=r"bild-2-ä\.png not found"):
         list(images.test_batches(batch_size=4, rank=0, world_size=1, view=View(size=24)))
+
+
+def test_a_long_path_of_temporary_files_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = folder / ("x" * 125)
+    long.mkdir()
+    expected = epoch(opened(folder))
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+    assert same(epoch(opened(folder)), expected)
+
+
+def test_a_loader_that_cannot_deliver_is_noticed_with_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was with TMPDIR: the batch is made, but no way leads to the rank, which waited for it without end."""
+
+    def refuse(family: str) -> str:
+        raise OSError("AF_UNIX path too long")
+
+    monkeypatch.setattr("multiprocessing.connection.arbitrary_address", refuse)
+
+    with pytest.raises(SwapError, match="a process that decodes images failed: OSError: AF_UNIX path too long"):
+        epoch(opened(folder))
+
+
+def test_a_loader_that_is_killed_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill_oneself(path: Path, channels: int) -> Image.Image:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    monkeypatch.setattr("swap_pipeline.loader.decode", kill_oneself)
+
+    with pytest.raises(SwapError, match=r"a process that decodes images was ended .*worker.*"):
+        epoch(opened(folder))

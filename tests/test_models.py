@@ -992,7 +992,7 @@ def test_a_header_cannot_make_us_build_what_its_tensors_do_not_fill(tmp_path: Pa
     """At this width the network would take 58 GB."""
     path = tmp_path / "model.safetensors"
     description = {"name": "resnet9", "width": 3000, "channels": 3, "num_classes": 10}
-    write_tensors(path, {"stem.0.weight": torch.zeros(1)}, {"model": description})
+    write_tensors(path, {"stem.0.weight": torch.zeros(3000)}, {"model": description})
 
     with pytest.raises(SwapError, match="belongs to another network"):
         load_model(path)

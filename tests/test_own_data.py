@@ -33,8 +33,8 @@ def tiny(*, num_classes, channels, hidden=4):
 '''
 OWN = {
     "data.name": "imagefolder",
-    "data.augment.padding": 0,
-    "data.augment.cutout": 3,
+    "augment.padding": 0,
+    "augment.cutout": 3,
     "model": {
         "name": "networks:tiny",
         "options": {"hidden": 6},
@@ -42,6 +42,7 @@ OWN = {
         "zero_init_last_gamma": False,
     },
     "phase1.batch_size": [[0, 8], [1, 6]],
+    "phase1.shards": 2,
     "phase1.image_size": [[0, 16], [2, 24]],
     "phase1.min_scale": 0.3,
     "phase1.max_epochs": 3,
@@ -207,7 +208,7 @@ def test_a_killed_worker_that_reads_files_ends_in_the_same_bytes(own: Project) -
 
     done = own.stage("phase2", "--seed", "0")
 
-    assert "going on after epoch" in done.stdout
+    assert "resuming after epoch" in done.stdout
     assert [own.bytes_of(f"checkpoints/phase2/seed_0/{name}.safetensors") for name in ("cycle_1", "model")] == expected
 
 
@@ -251,9 +252,9 @@ def _processes_in(folder: Path) -> list[int]:
     ("params", "message"),
     [
         ({"phase1.image_size": None}, "phase1.image_size is missing: these images are read from files of any size"),
-        ({"phase1.image_size": 2}, "data.augment.cutout is 3, larger than the images (2 pixels): lower it"),
+        ({"phase1.image_size": 2}, "augment.cutout is 3, larger than the images (2 pixels): lower it"),
         ({"model.name": "networks:tinny"}, "tiny"),
-        ({"phase1.batch_size": [[0, 8], [1, 5]]}, "phase1.batch_size is 5, which 2 processes cannot share equally"),
+        ({"phase1.batch_size": [[0, 8], [1, 5]]}, "phase1.batch_size is 5, which 2 shards cannot share equally"),
     ],
 )
 def test_what_does_not_fit_the_images_is_one_line(own: Project, params: dict[str, object], message: str) -> None:

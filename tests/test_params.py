@@ -11,7 +11,8 @@ from conftest import ROOT, set_params
 from ruamel.yaml import YAML
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import Swa, parse_params, read_params
+from swap_pipeline.params import Augment, Compute, Model, Optimizer, Phase3, parse_params, read_params
+from swap_pipeline.params_text import Entry, entries, text_of
 
 
 def tree() -> dict[str, Any]:
@@ -69,8 +70,9 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("phase1.stop_accuracy", 100.5, "phase1.stop_accuracy is 100.5, but must be at most 100"),
         ("phase1.warmup_epochs", 25, "phase1.warmup_epochs is 25, longer than phase1.max_epochs (24)"),
         ("phase2.warmup_epochs", 9, "phase2.warmup_epochs is 9, longer than phase2.epochs (8)"),
-        ("data.augment.flip", "yes", "data.augment.flip is 'yes', but must be true or false"),
-        ("data.augment", 3, "data.augment must be a section with entries of its own, not 3"),
+        ("augment.flip", "yes", "augment.flip is 'yes', but must be true or false"),
+        ("augment", 3, "augment must be a section with entries of its own, not 3"),
+        ("data.augment", {}, "data.augment is not a known parameter"),
         ("optimizer.momentum", 0, "optimizer.nesterov is true but optimizer.momentum is 0"),
         ("phase3.variance", "pooled!", "phase3.variance is 'pooled!': choose one of pooled, batch_mean"),
         ("workers.seeds", [], "workers.seeds is empty"),
@@ -101,19 +103,24 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ),
         ("phase1.min_scale", 0.5, "phase1.min_scale has no effect without phase1.image_size"),
         ("phase2.first_epoch", 5, "phase2.first_epoch has no effect where nothing is given by epoch"),
-        ("small_batch.warmup_epochs", 99, "small_batch.warmup_epochs is 99, longer than small_batch.epochs"),
-        ("small_batch", None, "small_batch must be a section with entries of its own, not None"),
-        ("small_batches", {}, "small_batches is not a known parameter: did you mean small_batch?"),
-        ("repeats", [1, 2, 1], "repeats lists 1 more than once"),
-        ("repeats", [1, 0], "repeats lists 0, but that is the plain pipeline, which always takes part: leave it out"),
-        ("repeats", [1, -1], "repeats[1] is -1, but must be at least 0"),
-        ("repeats", 3, "repeats is 3: write a list"),
-        ("swa_small_batch.peak_lr", 0, "swa_small_batch.peak_lr is 0, but must be above 0"),
-        ("swa_large_batch.models", 0, "swa_large_batch.models is 0, but must be at least 1"),
-        ("swa_large_batch.cycle_epochs", 0, "swa_large_batch.cycle_epochs is 0, but must be at least 1"),
-        ("swa_large_then_small.models", 1.5, "swa_large_then_small.models is 1.5, but must be a whole number"),
-        ("swa_small_batch", {"models": 4}, "swa_small_batch.peak_lr is missing (learning rate at the beginning of a"),
-        ("swa_small_batch.batch_size", 96, "swa_small_batch.batch_size is not a known parameter"),
+        ("small_batch", {}, "small_batch is not a known parameter"),
+        ("method", 3, "method is 3, but must be text"),
+        ("seed", -1, "seed is -1, but must be at least 0"),
+        ("phase1.seed", 0, "phase1.seed is not a known parameter"),
+        ("phase1.shards", 0, "phase1.shards is 0, but must be at least 1"),
+        ("phase1.shards", 2.0, "phase1.shards is 2.0, but must be a whole number"),
+        ("phase2.gpus_per_worker", 1, "phase2.gpus_per_worker is not a known parameter"),
+        ("phase2.epochs", -1, "phase2.epochs is -1, but must be at least 0"),
+        ("phase1.ema_decay", 0, "phase1.ema_decay is 0, but must be above 0"),
+        ("phase2.ema_decay", 1, "phase2.ema_decay is 1, but must be at most"),
+        (
+            "phase1.shards",
+            7,
+            "phase1.batch_size is 480, which 7 shards cannot share equally: choose a multiple of 7, or",
+        ),
+        ("phase1.shards", 7, "or set phase1.shards to 6"),
+        ("phase1.batch_size", [[0, 480], [4, 93]], "phase1.batch_size is 93, which 2 shards cannot share equally"),
+        ("phase2.shards", 5, "phase2.batch_size is 96, which 5 shards cannot share equally"),
     ],
 )
 def test_a_bad_entry_is_named_with_its_value_and_the_way_out(dotted: str, value: Any, message: str) -> None:
@@ -162,51 +169,59 @@ def test_neither_peak_nor_course_is_refused_with_both_ways_out() -> None:
         parse_params(incomplete)
 
 
-def test_what_does_not_apply_may_be_left_out() -> None:
+def test_what_is_rarely_tuned_has_a_default_and_may_be_left_out() -> None:
+    short = tree() | {
+        "augment": {},
+        "model": {"name": "torchvision:resnet18"},
+        "optimizer": {},
+        "compute": {},
+        "phase1": {"batch_size": 480, "peak_lr": 0.8, "max_epochs": 24},
+        "phase2": {"batch_size": 96, "peak_lr": 0.1, "epochs": 8},
+        "phase3": {},
+    }
+    del short["method"]
+    params = parse_params(short)
+    assert params.method == "swap"
+    assert (params.data.train_images, params.data.max_gb_in_memory) == ("all", 2.0)
+    assert params.augment == Augment(padding=0, flip=True, cutout=0, test_crop="square")
+    assert params.model == Model(
+        name="torchvision:resnet18", width=None, options=None, pretrained=False, zero_init_last_gamma=False
+    )
+    assert params.optimizer == Optimizer(
+        momentum=0.9, nesterov=True, weight_decay=5e-4, decay_norms=True, decay_biases=True, label_smoothing=0.0
+    )
+    assert params.compute == Compute(precision="auto", channels_last=True, compile=False, deterministic=True)
+    for phase in (params.phase1, params.phase2):
+        assert (phase.shards, phase.warmup_epochs, phase.keep_epochs, phase.ema_decay) == (1, None, (), None)
+    assert params.phase1.stop_accuracy == 100.0
+    assert (params.phase2.cycles, params.phase2.first_epoch) == (1, 0)
+    assert params.phase3 == Phase3(batch_size=500, augment=False, variance="pooled")
+
+
+@pytest.mark.parametrize("dotted", ["data.name", "model.name", "phase1.batch_size", "phase1.max_epochs", "seed"])
+def test_what_a_run_is_about_has_no_default(dotted: str) -> None:
     without = tree()
-    del without["model"]["width"]
-    assert parse_params(without).model.width is None
-
-
-@pytest.mark.parametrize("section", ["swa_large_batch", "swa_large_then_small", "swa_small_batch"])
-def test_a_comparison_that_is_not_wanted_may_be_left_out(section: str) -> None:
-    without = tree()
-    del without[section]
-    assert getattr(parse_params(without), section) is None
-    assert getattr(parse_params(tree()), section) is not None
-
-
-@pytest.mark.parametrize(("section", "after"), [("small_batch", "swa_small_batch"), ("large_batch", "swa_large_batch")])
-def test_a_baseline_is_left_out_together_with_the_swa_that_starts_from_it(section: str, after: str) -> None:
-    without = tree()
-    del without[section]
-    with pytest.raises(SwapError, match=f"params.yaml: {after} starts from {section}, which is missing"):
+    section, _, name = dotted.rpartition(".")
+    del (without[section] if section else without)[name]
+    with pytest.raises(SwapError, match=rf"params\.yaml: {dotted} is missing \(.+\): add it"):
         parse_params(without)
-    del without[after]
-    assert getattr(parse_params(without), section) is None
 
 
-def test_swa_samples_as_many_models_as_it_is_told_or_says_nothing() -> None:
-    given = changed("swa_small_batch", {"peak_lr": 1, "models": 1, "cycle_epochs": 3})
-    given["swa_large_batch"] = {"peak_lr": 0.5}
-    params = parse_params(given)
-    assert params.swa_small_batch == Swa(peak_lr=1.0, models=1, cycle_epochs=3)
-    assert params.swa_large_batch == Swa(peak_lr=0.5, models=None, cycle_epochs=None)
-
-
-def test_no_further_repeats_are_an_empty_list_and_must_be_said() -> None:
-    assert parse_params(changed("repeats", [])).repeats == ()
-    assert parse_params(changed("repeats", [7, 3])).repeats == (7, 3)
+def test_a_run_without_phase_2_has_0_epochs_of_it_and_one_cycle() -> None:
     without = tree()
-    del without["repeats"]
-    with pytest.raises(SwapError, match=r"repeats is missing \(the comparisons' further runs.*\): add it"):
+    without["phase2"] |= {"epochs": 0, "warmup_epochs": 3, "keep_epochs": "all"}
+    assert parse_params(without).phase2.epochs == 0
+    without["phase2"]["cycles"] = 2
+    with pytest.raises(SwapError, match=r"phase2\.cycles is 2, but phase2\.epochs is 0: set cycles to 1"):
         parse_params(without)
 
 
 def test_a_missing_entry_is_named_with_its_meaning() -> None:
     incomplete = tree()
     del incomplete["phase2"]["epochs"]
-    with pytest.raises(SwapError, match=r"phase2\.epochs is missing \(length of the phase\): add it"):
+    with pytest.raises(
+        SwapError, match=r"phase2\.epochs is missing \(length of the phase; 0: no phase 2, .*\): add it"
+    ):
         parse_params(incomplete)
 
 
@@ -231,5 +246,29 @@ def test_a_missing_file_says_where_to_be(tmp_path: Path) -> None:
 def test_set_params_of_the_tests_changes_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_text((ROOT / "params.yaml").read_text())
-    set_params(path, {"phase1.seed": 7})
-    assert read_params(path).phase1.seed == 7
+    set_params(path, {"seed": 7})
+    assert read_params(path).seed == 7
+
+
+def test_every_param_is_listed_with_value_default_and_meaning() -> None:
+    found = {entry.key: entry for entry in entries(parse_params(changed("phase1.batch_size", [[0, 480], [4, 96]])))}
+    assert found["phase1.batch_size"] == Entry(
+        key="phase1.batch_size",
+        value="[[0, 480], [4, 96]]",
+        default=None,
+        doc="images per step, over all devices of the run together",
+    )
+    assert (found["optimizer.nesterov"].value, found["optimizer.nesterov"].default) == ("true", "true")
+    assert (found["model.width"].value, found["model.width"].default) == ("8", "–")
+    assert (found["phase2.ema_decay"].value, found["optimizer.weight_decay"].value) == ("–", "0.0005")
+    assert all(entry.doc for entry in found.values())
+    nearly = [e for e in entries(parse_params(changed("phase1.stop_accuracy", 99.9999999))) if "stop" in e.key]
+    assert text_of(nearly).startswith("* phase1.stop_accuracy  99.9999999  (default 100)\n")
+
+    text = text_of(list(found.values()))
+    lines = {line[2:].split()[0]: " ".join(line.split()) for line in text.splitlines() if line[2:3].strip()}
+    assert lines["phase1.shards"] == "* phase1.shards 2 (default 1)"
+    assert lines["phase2.shards"] == "phase2.shards 1"
+    assert lines["workers.seeds"] == "* workers.seeds [0, 1, 2, 3]"
+    assert lines.keys() - {"set"} == found.keys()
+    assert max(map(len, text.splitlines())) <= 120

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,23 @@ from conftest import ROOT
 from PIL import Image
 from ruamel.yaml import YAML
 
-from swap_pipeline import launch
+from swap_pipeline import plan_facts
 from swap_pipeline.checkpoint import TensorFile, write_tensors
+from swap_pipeline.devices import share_of_phase1, share_of_worker
 from swap_pipeline.durations import duration
 from swap_pipeline.errors import SwapError
+from swap_pipeline.jobs import Machine
 from swap_pipeline.models import describe_network, new_network
 from swap_pipeline.params import Compute, Data, Model, Params, parse_params, read_params
-from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Plan, RunPlan, image_sizes, make_plan
+from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Plan, RunPlan, make_plan
 from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
 from swap_pipeline.plan_plot import draw
-from swap_pipeline.plan_text import json_of, text_of
+from swap_pipeline.plan_text import text_of
 from swap_pipeline.plan_times import Forecast, Throughput, Times, expected_times
 from swap_pipeline.planning import plan_params
 from swap_pipeline.throughput import measure_throughput
 
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if "." not in path.stem)
 SVG = "{http://www.w3.org/2000/svg}"
 
 CIFAR10 = DataFacts(
@@ -54,26 +56,20 @@ NETWORK = NetworkFacts(
 PAPER_CIFAR10 = {
     "phase1": {
         "batch_size": 4096,
+        "shards": 8,
         "peak_lr": 1.2,
         "warmup_epochs": 36,
         "max_epochs": 150,
         "stop_accuracy": 98.0,
-        "seed": 0,
-        "keep_epochs": [],
     },
     "phase2": {
         "batch_size": 512,
         "peak_lr": 0.12,
-        "warmup_epochs": 0,
         "epochs": 30,
-        "cycles": 1,
-        "gpus_per_worker": 1,
         "keep_epochs": [5, 10, 15, 20, 25],
     },
     "workers": {"seeds": [0, 1, 2, 3, 4, 5, 6, 7]},
     "phase3.batch_size": 512,
-    "small_batch": {"batch_size": 512, "peak_lr": 0.3, "warmup_epochs": 24, "epochs": 100, "gpus": 2},
-    "large_batch": {"batch_size": 4096, "peak_lr": 1.2, "warmup_epochs": 36, "epochs": 150, "gpus": 8},
 }
 
 
@@ -82,8 +78,8 @@ def tree_of(path: Path) -> dict[str, Any]:
     return tree
 
 
-def params_with(values: Mapping[str, Any], without: Iterable[str] = ()) -> Params:
-    """The default params with some of them changed, and some sections left out."""
+def params_with(values: Mapping[str, Any]) -> Params:
+    """The default params with some of them changed."""
     tree = tree_of(ROOT / "recipes" / "fashion-mini.yaml")
     for dotted, value in values.items():
         *sections, last = dotted.split(".")
@@ -91,23 +87,20 @@ def params_with(values: Mapping[str, Any], without: Iterable[str] = ()) -> Param
         for section in sections:
             node = node[section]
         node[last] = copy.deepcopy(value)
-    for section in without:
-        del tree[section]
     return parse_params(tree)
 
 
 def plan_of(
     values: Mapping[str, Any],
     *,
-    without: Iterable[str] = (),
     gpus: int = 8,
     data: DataFacts = CIFAR10,
     network: NetworkFacts = NETWORK,
     devices: Devices | None = None,
 ) -> Plan:
     """The paper's CIFAR-10 experiment with some values changed."""
-    params = params_with({**PAPER_CIFAR10, **values}, without)
-    return make_plan(params, data=data, network=network, devices=devices or planned_devices(gpus))
+    params = params_with({**PAPER_CIFAR10, **values})
+    return make_plan(params, data=data, network=network, devices=devices or planned_devices(params, gpus))
 
 
 def at(images_per_second: float, size: tuple[int, int] = (32, 32)) -> Throughput:
@@ -116,7 +109,7 @@ def at(images_per_second: float, size: tuple[int, int] = (32, 32)) -> Throughput
 
 def rows(run: RunPlan) -> list[tuple[Any, ...]]:
     return [
-        (p.first_epoch, p.last_epoch, p.first_rate, p.last_rate, p.batch_size, p.batch_per_device, p.steps, p.samples)
+        (p.first_epoch, p.last_epoch, p.first_rate, p.last_rate, p.batch_size, p.batch_per_shard, p.steps, p.samples)
         for p in run.stretches
     ]
 
@@ -126,14 +119,11 @@ def rows(run: RunPlan) -> list[tuple[Any, ...]]:
 
 def test_the_papers_cifar10_run_is_counted_as_by_hand() -> None:
     plan = plan_of({})
-    small_batch, large_batch = plan.baselines
 
     # 50,000 images are 12 whole batches of 4,096 and 97 of 512.
     assert (plan.phase1.steps, plan.phase1.samples) == (1_800, 7_372_800)
     assert (plan.worker.steps, plan.worker.samples) == (2_910, 1_489_920)
-    assert (small_batch.steps, small_batch.samples) == (9_700, 4_966_400)
-    assert (large_batch.steps, large_batch.samples) == (1_800, 7_372_800)
-    assert (plan.phase1.devices, plan.worker.devices, small_batch.devices) == (8, 1, 2)
+    assert (plan.phase1.devices, plan.worker.devices) == (8, 1)
     assert (plan.num_workers, plan.slots, plan.rounds) == (8, 8, 1)
     # 98 batches, the last of them short; one of 8 processes has 13 of them.
     assert (plan.phase3.batches, plan.phase3.samples, plan.phase3.samples_of_busiest) == (98, 50_000, 6_656)
@@ -173,9 +163,8 @@ def test_batch_sizes_by_epoch_count_their_own_steps() -> None:
             "phase1.batch_size": [[0, 100], [2, 30]],
             "phase1.max_epochs": 5,
             "phase1.warmup_epochs": 1,
+            "phase1.shards": 2,
             "phase2.batch_size": 64,
-            "small_batch.batch_size": 64,
-            "large_batch.batch_size": 64,
         },
         gpus=2,
         data=small,
@@ -198,7 +187,8 @@ def test_a_step_belongs_to_the_part_in_which_it_begins(warmup: float, steps: int
 
 
 def test_imagenet_on_16_gpus_is_counted_as_by_hand() -> None:
-    plan = plan_params(read_params(ROOT / "recipes" / "imagenet.yaml"), planned_devices(16))
+    params = read_params(ROOT / "recipes" / "imagenet.yaml")
+    plan = plan_params(params, planned_devices(params, 16))
 
     # 1,281,167 images: 156 batches of 8,192, 357 of 3,584, 714 of 1,792, 1,251 of 1,024
     assert rows(plan.phase1) == [
@@ -221,7 +211,6 @@ def test_imagenet_on_16_gpus_is_counted_as_by_hand() -> None:
     # 4.1 billion multiplications with an addition each at 224 pixels; three times as much in training
     assert plan.network.flops[224, 224].forward == pytest.approx(8.2e9, rel=0.01)
     assert plan.network.flops[224, 224].training == pytest.approx(3 * 8.2e9, rel=0.02)
-    assert [run.steps for run in plan.baselines] == [13 * 312 + 12 * 714 + 3 * 1_251, 13 * 156 + 12 * 357 + 3 * 625]
 
 
 def test_resnet9_has_the_parameters_flops_and_bytes_of_the_paper() -> None:
@@ -240,11 +229,12 @@ def test_resnet9_has_the_parameters_flops_and_bytes_of_the_paper() -> None:
 
 
 def test_a_checkpoint_and_a_snapshot_take_the_planned_bytes(tmp_path: Path) -> None:
-    network = new_network(describe_network(read_params(ROOT / "params.yaml").model, channels=1, num_classes=10), seed=0)
+    params = read_params(ROOT / "params.yaml")
+    network = new_network(describe_network(params.model, channels=1, num_classes=10), seed=0)
     write_tensors(tmp_path / "model.safetensors", network.state_dict(), {})
     on_disk = sum(spec.num_bytes for spec in TensorFile(tmp_path / "model.safetensors").layout.values())
 
-    plan = plan_params(read_params(ROOT / "params.yaml"), planned_devices(2))
+    plan = plan_params(params, planned_devices(params, 2))
 
     assert plan.checkpoint_bytes == on_disk
     assert plan.num_checkpoints == 1 + 4 + 1
@@ -256,22 +246,27 @@ def test_memory_is_weights_gradients_and_momentum() -> None:
     without = plan_of({"optimizer.momentum": 0.0, "optimizer.nesterov": False})
     assert without.memory_bytes == 52_602_944
     assert without.snapshot_bytes == 26_310_464
+    of_mean = plan_of({"phase1.ema_decay": 0.99})
+    assert of_mean.memory_bytes == 78_895_424 + 26_310_464
+    assert of_mean.snapshot_bytes == 26_310_464 + 26_292_480 + 26_310_464
 
 
-@pytest.mark.parametrize(("gpus", "sent"), [(1, 0), (2, 26_292_480), (4, 39_438_720), (8, 46_011_840)])
+@pytest.mark.parametrize(
+    ("gpus", "sent"), [(1, 0), (2, 26_292_480), (4, 39_438_720), (7, 39_438_720), (8, 46_011_840), (16, 46_011_840)]
+)
 def test_a_ring_sends_nearly_twice_the_gradient(gpus: int, sent: int) -> None:
     assert plan_of({}, gpus=gpus).phase1.exchanged_bytes == sent
 
 
 @pytest.mark.parametrize(
-    ("gpus", "gpus_per_worker", "slots", "rounds"),
-    [(8, 1, 8, 1), (16, 1, 8, 1), (4, 1, 4, 2), (3, 1, 3, 3), (1, 1, 1, 8), (8, 4, 2, 4), (4, 4, 1, 8)],
+    ("gpus", "shards", "slots", "rounds"),
+    [
+        *((8, 1, 8, 1), (16, 1, 8, 1), (4, 1, 4, 2), (3, 1, 3, 3), (1, 1, 1, 8)),
+        *((8, 4, 2, 4), (4, 4, 1, 8), (3, 4, 1, 8), (6, 4, 1, 8), (1, 4, 1, 8)),
+    ],
 )
-def test_workers_without_a_slot_wait_for_the_next_round(
-    gpus: int, gpus_per_worker: int, slots: int, rounds: int
-) -> None:
-    values = {"phase2.gpus_per_worker": gpus_per_worker, "phase1.batch_size": 4080, "large_batch.batch_size": 4080}
-    plan = plan_of(values, gpus=gpus)
+def test_workers_without_a_slot_wait_for_the_next_round(gpus: int, shards: int, slots: int, rounds: int) -> None:
+    plan = plan_of({"phase2.shards": shards}, gpus=gpus)
     assert (plan.slots, plan.rounds) == (slots, rounds)
     said = any(f"{slots} slot" in note and f"{rounds} round" in note for note in plan.notes)
     assert said == (rounds > 1)
@@ -290,9 +285,6 @@ def test_seconds_follow_from_images_per_second() -> None:
     # 6,656 images on the busiest device, forward only: a third
     assert times.phase3.seconds == pytest.approx(2.218_667)
     assert times.total.seconds == times.critical_path == pytest.approx(2_413.738_667)
-    assert times.small_batch is not None and times.large_batch is not None
-    assert times.small_batch.seconds == pytest.approx(2_483.2)
-    assert times.large_batch.seconds == pytest.approx(921.6)
 
 
 def test_rounds_of_workers_take_their_time_one_after_another() -> None:
@@ -312,8 +304,8 @@ def test_other_image_sizes_take_time_as_they_take_flops() -> None:
             "flops": {(32, 32): Flops(forward=100, training=300), (64, 64): Flops(forward=400, training=1_200)},
         }
     )
-    changed = {section: {**PAPER_CIFAR10[section], **sizes} for section in ("phase1", "small_batch", "large_batch")}
-    plan = plan_of({**changed, "phase2.image_size": 64}, data=files, network=network)
+    phase1 = {**PAPER_CIFAR10["phase1"], **sizes}
+    plan = plan_of({"phase1": phase1, "phase2.image_size": 64}, data=files, network=network)
 
     times = expected_times(plan, at(1_000, (32, 32)))
 
@@ -324,14 +316,82 @@ def test_other_image_sizes_take_time_as_they_take_flops() -> None:
 
 
 def test_threads_of_a_cpu_share_the_work_of_their_process() -> None:
-    cores = Devices(kind="CPU core", count=8, processes=2, in_use=8, max_workers=None, given=False)
-    plan = plan_of({}, devices=cores)
+    machine = Machine(device_type="cpu", devices=tuple("01234567"), cores=8)
+    cores = Devices(
+        kind="CPU core",
+        count=8,
+        phase1=share_of_phase1(machine, shards=2),
+        worker=share_of_worker(machine, shards=1),
+        max_workers=None,
+    )
+    plan = plan_of({"phase1.shards": 2}, devices=cores)
     times = expected_times(plan, at(1_000))
-    assert plan.phase1.stretches[0].batch_per_device == 2_048
+    assert plan.phase1.stretches[0].batch_per_shard == 2_048
+    assert (plan.phase1.processes, plan.phase1.devices) == (2, 8)
     assert plan.phase1.exchanged_bytes == 26_292_480
     assert times.phase1.seconds == pytest.approx(921.6)
     # 49 of 98 batches for each process, which has four cores
     assert times.phase3.seconds == pytest.approx(49 * 512 / 3 / 4 / 1_000)
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(1, 1), (2, 2), (5, 4), (8, 8), (16, 8)])
+def test_fewer_gpus_than_shards_compute_the_same_in_more_time(gpus: int, processes: int) -> None:
+    plan = plan_of({}, gpus=gpus)
+    assert (plan.phase1.processes, plan.phase1.devices, plan.phase3.processes) == (processes,) * 3
+    assert rows(plan.phase1) == rows(plan_of({}).phase1)  # 512 images a shard
+    times = expected_times(plan, at(1_000))
+    assert times.phase1.seconds == pytest.approx(7_372.8 / processes)
+    assert times.phase1.device_seconds == pytest.approx(7_372.8)
+
+
+# --- no phase 2
+
+
+NO_PHASE2 = {"phase2.epochs": 0, "workers.seeds": [0]}
+
+
+def test_without_phase_2_there_is_phase_1_and_a_model_that_stays_as_it_is() -> None:
+    plan = plan_of(NO_PHASE2)
+    assert plan.phase1 == plan_of({}).phase1
+    assert (plan.worker.epochs, plan.worker.steps, plan.worker.flops, plan.worker.stretches) == (0, 0, 0, ())
+    assert (plan.phase3.num_models, plan.phase3.batches, plan.phase3.samples) == (1, 0, 0)
+    assert (plan.num_checkpoints, plan.num_kept) == (3, 0)
+    assert [note for note in plan.notes if "phase 2" in note] == []
+    times = expected_times(plan, at(1_000))
+    assert (times.worker.seconds, times.phase3.seconds) == (0, 0)
+    assert times.total.seconds == times.critical_path == pytest.approx(921.6)
+
+
+@pytest.mark.parametrize(
+    ("values", "batches"),
+    [
+        ({**NO_PHASE2, "phase1.ema_decay": 0.99}, 98),
+        ({**NO_PHASE2, "phase2.ema_decay": 0.99}, 0),  # which trains nothing
+        ({"workers.seeds": [0]}, 0),
+        ({"workers.seeds": [0], "phase2.ema_decay": 0.99}, 98),
+        ({"workers.seeds": [0], "phase1.ema_decay": 0.99}, 0),  # where phase 2 starts
+        ({"workers.seeds": [0], "phase2.cycles": 2}, 98),
+    ],
+)
+def test_a_single_model_has_a_statistics_pass_only_if_it_is_a_mean(values: dict[str, Any], batches: int) -> None:
+    assert plan_of(values).phase3.batches == batches
+
+
+def test_a_warm_up_of_a_phase_2_without_epochs_is_ignored() -> None:
+    assert plan_of({**NO_PHASE2, "phase2.warmup_epochs": 3}).worker.steps == 0
+
+
+def test_text_and_picture_leave_out_a_phase_2_that_there_is_not(tmp_path: Path) -> None:
+    plan = plan_of(NO_PHASE2)
+    flat = re.sub(r" +", " ", text_of(forecast(plan)))
+    assert "phase 2" not in flat
+    assert "phase 3, 1 model 8 – 0 0 0 –" in flat
+    draw(plan, tmp_path / "plan.svg", title="a plan")
+    assert points_of(tmp_path / "plan.svg", "rate-phase1")
+    assert "rate-phase2" not in (tmp_path / "plan.svg").read_text()
+
+
+# --- more of seconds
 
 
 @pytest.mark.parametrize(
@@ -373,39 +433,18 @@ def test_a_measured_throughput_is_positive_and_says_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "gpus", "words"),
+    ("values", "words"),
     [
-        ({"phase1.batch_size": 4100}, 8, "phase1.batch_size is 4100, which 8 processes cannot share equally"),
-        ({"phase1.batch_size": [[0, 4096], [2, 1030]]}, 8, "phase1.batch_size is 1030, which 8 processes"),
-        ({"phase2.batch_size": 511, "phase2.gpus_per_worker": 2}, 8, "phase2.batch_size is 511, which 2 processes"),
-        ({"small_batch.gpus": 3}, 8, "small_batch.batch_size is 512, which 3 processes"),
-        (
-            {"small_batch.batch_size": [[0, 512], [9, 60_000]]},
-            8,
-            "small_batch.batch_size is 60000, more than the 50,000 training images: lower it, or remove small_batch if",
-        ),
-        ({"phase1.batch_size": 50_400}, 8, "phase1.batch_size is 50400, more than the 50,000 training images"),
-        ({"phase2.batch_size": [[0, 512], [9, 60_000]]}, 8, "phase2.batch_size is 60000, more than the 50,000"),
-        (
-            {"large_batch.batch_size": 65_536},
-            8,
-            "large_batch.batch_size is 65536, more than the 50,000 training images: lower it, or remove large_batch if",
-        ),
-        ({"phase2.gpus_per_worker": 8}, 4, "phase2.gpus_per_worker is 8, but the plan has 4 GPUs"),
-        ({"phase1.image_size": 32}, 8, "phase1.image_size has no effect on images in memory, 32×32 pixels"),
+        ({"phase1.batch_size": 50_400}, "phase1.batch_size is 50400, more than the 50,000 training images: lower it"),
+        ({"phase2.batch_size": [[0, 512], [9, 60_000]]}, "phase2.batch_size is 60000, more than the 50,000"),
+        ({"phase1.image_size": 32}, "phase1.image_size has no effect on images in memory, 32×32 pixels"),
     ],
 )
-def test_what_cannot_work_is_refused(values: dict[str, Any], gpus: int, words: str) -> None:
+def test_what_cannot_work_is_refused(values: dict[str, Any], words: str) -> None:
     with pytest.raises(SwapError) as refused:
-        plan_of(values, gpus=gpus)
+        plan_of(values)
     assert words in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("section", ["phase1", "phase2"])
-def test_no_phase_can_be_removed(section: str) -> None:
-    with pytest.raises(SwapError, match=r"training images: lower it$"):
-        plan_of({f"{section}.batch_size": 65_536})
 
 
 def test_a_batch_of_all_images_is_one_step() -> None:
@@ -418,12 +457,12 @@ def test_images_in_files_need_a_size() -> None:
         plan_of({}, data=files)
 
 
-def test_few_images_a_device_are_noted_where_there_is_batch_norm() -> None:
-    few = {"phase2.batch_size": 64, "phase2.gpus_per_worker": 8, "workers.seeds": [0]}
+def test_few_images_a_shard_are_noted_where_there_is_batch_norm() -> None:
+    few = {"phase2.batch_size": 64, "phase2.shards": 8, "workers.seeds": [0]}
     without = NetworkFacts(**{**vars(NETWORK), "num_batch_norms": 0})
-    assert any("phase2: 8 images a device" in note for note in plan_of(few).notes)
-    assert not any("a device" in note for note in plan_of({**few, "phase2.batch_size": 128}).notes)
-    assert not any("a device" in note for note in plan_of(few, network=without).notes)
+    assert any("phase2: 8 images a shard" in note for note in plan_of(few, gpus=1).notes)
+    assert not any("a shard" in note for note in plan_of({**few, "phase2.batch_size": 128}).notes)
+    assert not any("a shard" in note for note in plan_of(few, network=without).notes)
 
 
 def test_without_batch_norm_phase_3_only_averages() -> None:
@@ -436,93 +475,6 @@ def test_without_batch_norm_phase_3_only_averages() -> None:
 def test_one_image_that_is_left_joins_the_batch_before_it() -> None:
     odd = DataFacts(**{**vars(CIFAR10), "num_train": 51_201})
     assert plan_of({}, data=odd).phase3.batches == 100
-
-
-# --- what SWAP is compared with
-
-
-COMPARISONS = {
-    "repeats": [1, 2],
-    "swa_large_batch": {"peak_lr": 0.48},
-    "swa_large_then_small": {"peak_lr": 0.12},
-    "swa_small_batch": {"peak_lr": 0.12},
-}
-BASELINES = {"small_batch": "small batch", "large_batch": "large batch"}
-
-
-@pytest.mark.parametrize("without", [(), ("small_batch",), ("large_batch",), ("small_batch", "large_batch")])
-def test_baselines_without_a_section_are_left_out_everywhere(without: tuple[str, ...], tmp_path: Path) -> None:
-    whole = forecast(plan_of({}, gpus=1))
-    part = forecast(plan_of({}, without=[*without, *(f"swa_{section}" for section in without)], gpus=1))
-    draw(part.plan, tmp_path / "plan.svg", title="a plan")
-    text, numbers, picture = text_of(part), json.loads(json_of(part)), (tmp_path / "plan.svg").read_text()
-
-    assert part.times.total == whole.times.total and part.plan.phase1 == whole.plan.phase1
-    for section, name in BASELINES.items():
-        kept = section not in without
-        assert getattr(part.plan, section) == (getattr(whole.plan, section) if kept else None)
-        assert getattr(part.times, section) == (getattr(whole.times, section) if kept else None)
-        # of all three tables, and of a note, since it wants more than the one device
-        assert [len(re.findall(rf"^{name} ", text, re.MULTILINE)), text.count(section)] == ([3, 1] if kept else [0, 0])
-        assert [section in numbers, section in numbers["times"]] == [kept] * 2
-        assert [f"{kind}-{section}" in picture for kind in ("rate", "batch")] == [kept] * 2
-        assert (name in picture) == kept
-    assert "None" not in text and "null" not in json.dumps({"times": numbers["times"], "worker": numbers["worker"]})
-
-
-def test_a_baseline_that_is_left_out_asks_for_no_image_size() -> None:
-    files = DataFacts(**{**vars(CIFAR10), "size": None})
-    sizes = {"phase1.image_size": 32, "phase2.image_size": 48, "large_batch.image_size": 64}
-    with pytest.raises(SwapError, match=r"small_batch\.image_size is missing"):
-        image_sizes(params_with(sizes), files)
-    assert image_sizes(params_with(sizes, ["small_batch", "swa_small_batch"]), files) == ((32, 32), (48, 48), (64, 64))
-
-
-def note_of_comparisons(values: Mapping[str, Any], without: Iterable[str] = ()) -> list[str]:
-    return [note for note in plan_of({**COMPARISONS, **values}, without=without).notes if "comparisons" in note]
-
-
-def test_comparisons_are_counted_as_by_hand() -> None:
-    # Baselines 4,966,400 and 7,372,800; SWA 240 epochs, once of 12 · 4,096 images and twice of 97 · 512: 47,974,400.
-    # A repeat has SWAP too: 7,372,800 and 8 times 1,489,920.
-    said = "dvc repro comparisons/dvc.yaml adds 5 training runs"
-    assert note_of_comparisons({"repeats": []}) == [f"{said}, with 47,974,400 samples"]
-    assert note_of_comparisons({}) == [f"{said} and 14 in each of 2 repeats, 33 in all, with 182,507,520 samples"]
-
-
-@pytest.mark.parametrize(
-    ("values", "runs", "samples"),
-    [
-        ({"swa_large_batch.models": 2}, 5, 47_974_400 - 6 * 30 * 12 * 4_096),
-        ({"swa_small_batch.cycle_epochs": 5}, 5, 47_974_400 - 8 * 25 * 97 * 512),
-        # 16 models, 20 epochs each
-        ({"phase2.epochs": 40, "phase2.cycles": 2}, 5, 12_339_200 + 320 * (12 * 4_096 + 2 * 97 * 512)),
-        # SWA goes on with the last batch size
-        ({"phase2.batch_size": [[0, 512], [9, 4_096]]}, 5, 47_974_400 - 240 * (97 * 512 - 12 * 4_096)),
-    ],
-)
-def test_swa_trains_for_its_models_and_cycles(values: dict[str, Any], runs: int, samples: int) -> None:
-    (note,) = note_of_comparisons({"repeats": [], **values})
-    assert f"adds {runs} training runs, with {samples:,} samples" in note
-
-
-@pytest.mark.parametrize(
-    ("without", "runs"),
-    [
-        (("swa_small_batch",), 4),
-        (("large_batch", "swa_large_batch"), 3),
-        (("small_batch", "large_batch", "swa_large_batch", "swa_small_batch"), 1),
-    ],
-)
-def test_comparisons_that_are_left_out_are_not_counted(without: tuple[str, ...], runs: int) -> None:
-    (note,) = note_of_comparisons({"repeats": []}, without)
-    assert f"adds {runs} training run" in note
-
-
-def test_without_anything_to_compare_with_nothing_is_said() -> None:
-    every = ["small_batch", "large_batch", "swa_large_batch", "swa_large_then_small", "swa_small_batch"]
-    assert note_of_comparisons({"repeats": []}, every) == []
-    assert len(note_of_comparisons({"repeats": [1]}, every)) == 1
 
 
 # --- networks, data and devices that are not there
@@ -647,8 +599,8 @@ def test_data_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     [
         ("cuda", 4, 32, {}, ("GPU", 4, 4, 4, 4)),
         ("cuda", 4, 32, {"SWAP_NPROC": "2", "SWAP_SLOTS": "3"}, ("GPU", 4, 2, 2, 3)),
-        ("cpu", 8, 8, {}, ("CPU core", 8, 2, 8, 8)),
-        ("cpu", 8, 8, {"SWAP_NPROC": "3"}, ("CPU core", 8, 3, 6, 8)),
+        ("cpu", 8, 8, {}, ("CPU core", 8, 8, 8, 8)),
+        ("cpu", 8, 8, {"SWAP_NPROC": "3"}, ("CPU core", 8, 2, 8, 8)),
         ("cpu", 2, 2, {"SWAP_NPROC": "4"}, ("CPU core", 2, 4, 2, 2)),
         ("cpu", 1, 1, {}, ("CPU core", 1, 1, 1, 1)),
     ],
@@ -665,10 +617,11 @@ def test_this_machine_is_used_as_the_pipeline_would_use_it(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    machine = launch.Machine(device_type=device_type, devices=tuple(map(str, range(num_devices))), cores=cores)
-    monkeypatch.setattr(launch, "this_machine", lambda: machine)
-    here = devices_here()
-    assert (here.kind, here.count, here.processes, here.in_use, here.max_workers) == expected
+    machine = Machine(device_type=device_type, devices=tuple(map(str, range(num_devices))), cores=cores)
+    monkeypatch.setattr(plan_facts, "this_machine", lambda: machine)
+    here = devices_here(params_with(PAPER_CIFAR10))
+    assert (here.kind, here.count, here.phase1.processes, here.phase1.num_devices, here.max_workers) == expected
+    assert here.worker.processes == 1
 
 
 # --- every recipe
@@ -691,17 +644,15 @@ def test_every_recipe_has_a_plan(path: Path, tmp_path: Path, monkeypatch: pytest
     if params.data.name == "imagefolder":
         make_folder(Path(params.data.root), train=1_000, test=1, classes=10, sizes=[(32, 32)], mode="RGB")
 
-    plan = plan_params(params, planned_devices(tree["large_batch"]["gpus"]))
+    plan = plan_params(params, planned_devices(params, tree["phase1"]["shards"]))
     times = expected_times(plan, at(1_000, plan.phase1.stretches[0].image_size))
 
     num_train = plan.data.num_train
     assert plan.phase1.steps == steps_by_hand(tree["phase1"], tree["phase1"]["max_epochs"], num_train)
     assert plan.worker.steps == steps_by_hand(tree["phase2"], tree["phase2"]["epochs"], num_train)
-    assert [run.steps for run in plan.baselines] == [
-        steps_by_hand(tree[section], tree[section]["epochs"], num_train) for section in BASELINES
-    ]
-    assert plan.phase3.num_models == len(tree["workers"]["seeds"]) * tree["phase2"]["cycles"]
-    for run in (plan.phase1, plan.worker, *plan.baselines):
+    assert plan.phase1.processes == tree["phase1"]["shards"]
+    assert plan.phase3.num_models == len(tree["workers"]["seeds"]) * tree["phase2"].get("cycles", 1)
+    for run in (plan.phase1, plan.worker):
         edges = [part.first_epoch for part in run.stretches] + [run.stretches[-1].last_epoch]
         assert edges == sorted(set(edges)) and (edges[0], edges[-1]) == (0, run.epochs)
     assert 0 < times.critical_path < float("inf")
@@ -725,16 +676,13 @@ def test_the_text_shows_schedules_work_and_time_side_by_side() -> None:
         "phase 2, one worker 1 30 2,910 1,489,920 447 M –",
         "phase 2, 8 workers 4 30 23,280 11,919,360 3.58 G –",
         "phase 3, 8 models 4 1 98 50,000 5.00 M –",
-        "small batch 2 100 9,700 4,966,400 1.49 G 26.3 MB",
-        "phase 1 0–36 0 → 1.2 4,096 1,024 32×32 432",
+        "phase 1 0–36 0 → 1.2 4,096 512 32×32 432",
         "phase 2, 8 workers in 2 rounds 49 min 40 s 3 h 19 min",
-        "small batch on 2 devices 41 min 23 s 1 h 23 min",
         "network resnet9: 6,573,120 parameters, 26.3 MB in 25 trainable tensors",
         "disk 26.3 MB a checkpoint, 263 MB for all 10 and 1.05 GB for 40 kept",
     ):
         assert line in flat
     assert "\N{NO-BREAK SPACE}" not in text
-    assert "large_batch is planned for its 8 devices" in flat
 
 
 def test_a_speed_that_was_measured_on_something_else_is_named_as_such() -> None:
@@ -759,8 +707,7 @@ def test_the_plot_draws_rates_above_batch_sizes(tmp_path: Path) -> None:
     draw(plan, tmp_path / "plan.svg", title="a plan")
 
     rates, later = points_of(tmp_path / "plan.svg", "rate-phase1"), points_of(tmp_path / "plan.svg", "rate-phase2")
-    sizes = points_of(tmp_path / "plan.svg", "batch-phase1")
-    small = points_of(tmp_path / "plan.svg", "batch-small_batch")
+    sizes, small = (points_of(tmp_path / "plan.svg", f"batch-{phase}") for phase in ("phase1", "phase2"))
     left, right = rates[0][0], rates[-1][0]
     peak = min(rates, key=lambda point: point[1])
     assert (peak[0] - left) / (right - left) == pytest.approx(36 / 150, abs=1e-4)
@@ -774,7 +721,7 @@ def test_the_plot_draws_rates_above_batch_sizes(tmp_path: Path) -> None:
     above = [small[0][1] - y for _, y in (sizes[0], sizes[-1])]
     assert above[0] / above[1] == pytest.approx((4096 - 512) / (2048 - 512), rel=1e-3)
     words = (tmp_path / "plan.svg").read_text()
-    for word in ("learning rate", "batch size", "epoch", "phase 2, W = 8", "small batch", "large batch"):
+    for word in ("learning rate", "batch size", "epoch", "phase 1, at most", "phase 2, W = 8"):
         assert word in words
 
 
@@ -826,7 +773,7 @@ def test_swap_plan_measures_this_machine_and_fits_a_pipe(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpus", "7"), "fashion-mini.yaml: phase1.batch_size is 480, which 7 processes cannot share equally"),
+        (("--nodes", "2"), "--nodes needs --gpus, how many there are on all nodes together, and --link between them"),
         (("--plot", "plan.pdf"), "--plot plan.pdf: name a file that ends in .svg or .png"),
         (("--params", "nowhere.yaml"), "nowhere.yaml not found"),
     ],

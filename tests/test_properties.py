@@ -186,21 +186,21 @@ def test_the_order_of_an_epoch_is_a_permutation_and_a_function_of_seed_and_epoch
 
 
 @given(seeds, st.integers(1, 6), st.integers(1, 6), st.integers(1, 200))
-def test_ranks_have_disjoint_shares_that_together_are_the_batch(
-    seed: int, world_size: int, per_rank: int, number: int
+def test_shards_have_disjoint_shares_that_together_are_the_batch(
+    seed: int, num_shards: int, per_shard: int, number: int
 ) -> None:
-    batch_size = world_size * per_rank
+    batch_size = num_shards * per_shard
     order = draw_epoch(seed=seed, epoch=0, num_images=number, image_size=(4, 4)).order.tolist()
     steps = steps_per_epoch(number, batch_size)
     seen = []
     for step in range(steps):
         shares = [
-            order[batch_share(step, batch_size=batch_size, rank=rank, world_size=world_size)]
-            for rank in range(world_size)
+            order[batch_share(step, batch_size=batch_size, shard=shard, num_shards=num_shards)]
+            for shard in range(num_shards)
         ]
-        assert [len(share) for share in shares] == [per_rank] * world_size
+        assert [len(share) for share in shares] == [per_shard] * num_shards
         together = list(itertools.chain(*shares))
-        assert together == order[batch_share(step, batch_size=batch_size, rank=0, world_size=1)]
+        assert together == order[batch_share(step, batch_size=batch_size, shard=0, num_shards=1)]
         seen += together
     assert seen == order[: steps * batch_size]
     assert len(set(seen)) == len(seen) > number - batch_size
@@ -232,12 +232,12 @@ def recipe() -> dict[str, Any]:
 
 @st.composite
 def valid_trees(draw: st.DrawFn) -> dict[str, Any]:
-    """The default recipe with any values that make sense."""
+    """The default recipe with any values that make sense, and without any of what has a default."""
     tree = copy.deepcopy(recipe())
     tree["workers"]["seeds"] = draw(st.lists(seeds, min_size=1, max_size=5, unique=True))
-    tree["repeats"] = draw(st.lists(st.integers(1, 2**63 - 1), max_size=3, unique=True))
+    tree["seed"] = draw(seeds)
     tree["data"] |= {"train_images": draw(st.one_of(st.just("all"), st.integers(1, 10**6))), "root": draw(st.text())}
-    tree["data"]["augment"] = {
+    tree["augment"] = {
         "padding": draw(st.integers(0, 40)),
         "flip": draw(st.booleans()),
         "cutout": draw(st.integers(0, 9)),
@@ -253,9 +253,14 @@ def valid_trees(draw: st.DrawFn) -> dict[str, Any]:
             del tree["phase1"][key]
         last = tree["phase1"]["max_epochs"]
         tree["phase1"]["lr_knots"] = [[0, draw(rates)], [draw(st.floats(0, last)), draw(rates)], [last, 0]]
-        tree["phase1"]["batch_size"] = [[0, draw(st.integers(1, 999))], [2, draw(st.integers(1, 999))]]
-    for section in draw(st.sets(st.sampled_from(("swa_large_batch", "swa_large_then_small", "swa_small_batch")))):
-        del tree[section]
+        shards = tree["phase1"]["shards"] = draw(st.integers(1, 8))
+        tree["phase1"]["batch_size"] = [[epoch, shards * draw(st.integers(1, 999))] for epoch in (0, 2)]
+    if draw(st.booleans()):
+        tree["phase2"]["ema_decay"] = draw(st.floats(0.01, 0.999))
+    optional = [key for key, default in defaults().items() if default not in (dataclasses.MISSING, None)]
+    for key in draw(st.sets(st.sampled_from(optional))):
+        node, last = node_of(tree, key)
+        node.pop(last, None)
     return tree
 
 
@@ -268,27 +273,31 @@ def tree_of(value: Any) -> Any:
 
 
 @given(valid_trees())
-def test_any_valid_tree_is_parsed_to_just_what_it_says(tree: dict[str, Any]) -> None:
+def test_any_valid_tree_is_parsed_to_just_what_it_says_and_to_defaults(tree: dict[str, Any]) -> None:
     before = copy.deepcopy(tree)
-    assert tree_of(parse_params(tree)) == before == tree
+    parsed = tree_of(parse_params(tree))
+    for key, default in defaults().items():
+        node, last = node_of(before, key)
+        if default not in (dataclasses.MISSING, None):
+            node.setdefault(last, tree_of(default))
+    assert parsed == before
 
 
-def dotted_keys(kind: Any = Params, prefix: str = "") -> list[str]:
-    """All entries of the default recipe that are not sections."""
+@cache
+def defaults(kind: Any = Params, prefix: str = "") -> dict[str, Any]:
+    """All entries that a file can have, by dotted key."""
     hints = typing.get_type_hints(kind)
-    found = []
+    found = {}
     for field in dataclasses.fields(kind):
-        section = next(
-            (
-                each
-                for each in (hints[field.name], *typing.get_args(hints[field.name]))
-                if dataclasses.is_dataclass(each)
-            ),
-            None,
-        )
         key = f"{prefix}{field.name}"
-        found += [key] if section is None else dotted_keys(section, f"{key}.")
-    return [key for key in found if present(key)]
+        section = hints[field.name]
+        found |= defaults(section, f"{key}.") if dataclasses.is_dataclass(section) else {key: field.default}
+    return found
+
+
+def dotted_keys() -> list[str]:
+    """All entries of the default recipe that are not sections."""
+    return [key for key in defaults() if present(key)]
 
 
 def node_of(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
@@ -306,7 +315,7 @@ def present(dotted: str) -> bool:
     return last in node
 
 
-FREE_TEXT = ("recipe", "data.name", "data.root", "model.name")
+FREE_TEXT = ("recipe", "method", "data.name", "data.root", "model.name")
 
 
 @pytest.mark.parametrize("dotted", dotted_keys())

@@ -19,11 +19,12 @@ from safetensors.numpy import load_file
 
 from stages.phase1 import train_phase1
 from stages.phase2 import train_worker
-from stages.phase3 import average_workers, model_files
+from stages.phase3 import PHASE3, average_workers, model_files
 from swap_pipeline import datasets
+from swap_pipeline.checkpoint import TensorFile
 from swap_pipeline.data import steps_per_epoch
 from swap_pipeline.files import read_json
-from swap_pipeline.instances import Instance
+from swap_pipeline.instances import PHASE1, Instance, worker
 from swap_pipeline.params import Params, read_params
 from swap_pipeline.schedules import by_epoch
 from swap_pipeline.scratch import JobFolder
@@ -110,7 +111,6 @@ CASES: dict[str, tuple[int, Callable[[int, pytest.MonkeyPatch], None], dict[str,
     "fashion-mnist": (960, fashion_mnist, NARROW),
     "cifar10": (2 * 4096 + 8, cifar10, NARROW),
     "cifar100": (2 * 2048, cifar100, NARROW),
-    "cifar100-40epochs": (2 * 2048, cifar100, {**NARROW, "phase2.epochs": 2}),
     "dawnbench": (2 * 2048 + 4, cifar10, NARROW),
     "cifar10-cpu": (
         130,
@@ -122,11 +122,13 @@ CASES: dict[str, tuple[int, Callable[[int, pytest.MonkeyPatch], None], dict[str,
         folder("data/imagenet", classes=3, size=lambda: (int(RANDOM.integers(40, 90)), int(RANDOM.integers(40, 90)))),
         {
             "phase1.batch_size": [[0, 8]],
+            "phase1.shards": 4,
             "phase1.lr_knots": [[0, 0.02], [1, 0.04]],
             "phase1.image_size": [[0, 32]],
             "phase1.min_scale": [[0, 0.08]],
             "phase1.max_epochs": 1,
-            "phase2.batch_size": [[0, 8], [1, 4], [2, 2]],
+            "phase2.batch_size": [[0, 8], [1, 8], [2, 4]],
+            "phase2.shards": 2,
             "phase2.lr_knots": [[0, 0.02], [1, 0.004], [2, 0.0004], [3, 0.0001]],
             "phase2.image_size": [[0, 32], [1, 48], [2, 64]],
             "phase2.min_scale": [[0, 0.08], [1, 0.087], [2, 0.5]],
@@ -139,7 +141,7 @@ CASES: dict[str, tuple[int, Callable[[int, pytest.MonkeyPatch], None], dict[str,
 
 
 def test_every_recipe_is_here() -> None:
-    assert sorted(CASES) == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    assert sorted(CASES) == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if "." not in path.stem)
 
 
 def prepare_here(name: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
@@ -156,11 +158,18 @@ def prepare_here(name: str, changes: dict[str, Any], folder: Path, monkeypatch: 
     return params
 
 
-def run_here(function: Callable[..., None], params: Params, instance: Instance, *arguments: Any) -> None:
-    """What a stage does, in this process; `arguments` come before the instance."""
+def run_here(instance: Instance, run: Callable[[JobFolder], None]) -> None:
+    """What a stage does, in this process."""
     folder = JobFolder(Path("scratch") / instance.stage_name)
-    function(params, *arguments, instance, folder)
+    run(folder)
     folder.collect(instance)
+
+
+def run_all(params: Params) -> None:
+    run_here(PHASE1, lambda folder: train_phase1(params, folder))
+    for seed in params.workers.seeds:
+        run_here(worker(seed), lambda folder, seed=seed: train_worker(params, worker(seed), folder))  # type: ignore[misc]
+    run_here(PHASE3, lambda folder: average_workers(params, folder))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -169,14 +178,11 @@ def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: 
     num_train = CASES[name][0]
     params = prepare_here(name, {}, tmp_path, monkeypatch)
 
-    run_here(train_phase1, params, Instance(method="phase1"))
-    for seed in params.workers.seeds:
-        run_here(train_worker, params, Instance(method="phase2", seed=seed))
-    run_here(average_workers, params, Instance(method="phase3"))
+    run_all(params)
 
     for given, epochs, first in (
         (params.phase1, params.phase1.max_epochs, 0),
-        (params.phase2, params.phase2.epochs, params.phase2.first_epoch or 0),
+        (params.phase2, params.phase2.epochs, params.phase2.first_epoch),
     ):
         batches = by_epoch(given.batch_size, first_epoch=first)
         assert all(steps_per_epoch(num_train, batches(epoch)) >= 2 for epoch in range(epochs))
@@ -184,10 +190,37 @@ def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: 
     assert [len(curve) for curve in curves] == [params.phase1.max_epochs] + [params.phase2.epochs] * 2
     assert all(math.isfinite(row["train_loss"]) and row["seconds"] > 0 for curve in curves for row in curve)
     assert math.isfinite(read_json(Path("metrics/phase3.json"))["test_loss"])
-    models = [load_file(path) for path in model_files(0, params.workers.seeds, params.phase2.cycles)]
+    models = [load_file(path) for path in model_files(params.workers.seeds, params.phase2.cycles)]
     assert len(models) == 2 * params.phase2.cycles
     average = load_file("checkpoints/phase3/model.safetensors")
     weight = next(key for key in average if key.endswith("weight") and average[key].ndim == 4)
     assert not np.array_equal(models[0][weight], models[1][weight])
     by_hand = np.mean([model[weight].astype(np.float64) for model in models], axis=0)
     np.testing.assert_allclose(average[weight], by_hand, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_without_phase_2_the_result_is_phase_1s_model_which_sees_images_as_it_did(
+    decay: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phase 2 would have other image sizes, but it does not take place; only a mean of weights gets statistics."""
+    changes: dict[str, Any] = {"model": {"name": "resnet9", "width": 2}, "phase2.epochs": 0, "workers.seeds": [3]}
+    changes |= {"phase2.image_size": [[0, 64]], "phase2.batch_size": [[0, 2]], "phase2.shards": 1}
+    params = prepare_here("imagenet", changes | ({"phase1.ema_decay": decay} if decay else {}), tmp_path, monkeypatch)
+    run_all(params)
+
+    phase1, worker3, final = (
+        Path("checkpoints") / name / "model.safetensors" for name in ("phase1", "phase2/seed_3", "phase3")
+    )
+    views = [TensorFile(path).info["view"] for path in (phase1, worker3, final)]
+    assert views == [{"size": 32, "min_scale": 0.08}] * 3
+    record = read_json(Path("metrics/phase2/seed_3.json"))
+    assert (record["curve"], record["epochs"], record["seconds"]) == ([], 0, 0)
+    scores = [read_json(Path(f"metrics/{name}.json")) for name in ("phase1", "phase2/seed_3", "phase3")]
+    same = {score["test_loss"] for score in scores[: 2 if decay else 3]}
+    assert len(same) == 1
+    weights = [load_file(path) for path in (phase1, worker3, final)]
+    other = {key for key in weights[0] if not np.array_equal(weights[0][key], weights[2][key])}
+    assert all(np.array_equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
+    assert bool(other) == bool(decay)
+    assert all(key.endswith(("running_mean", "running_var", "num_batches_tracked")) for key in other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -10,22 +11,21 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT
 
 from swap_pipeline.data import batch_share, draw_epoch, steps_per_epoch
-from swap_pipeline.instances import SWA_STARTS
-from swap_pipeline.params import Augment, Baseline, IntByEpoch, Optimizer, Params, Phase1, Phase2, Swa, read_params
+from swap_pipeline.methods import read_methods
+from swap_pipeline.params import Augment, Optimizer, Params, Phase1, Phase2, Schedule, parse_params, read_params
+from swap_pipeline.provenance import read_tree
 from swap_pipeline.schedules import by_epoch, learning_rate_of
 
 NAMES = (
     "cifar10",
     "cifar10-cpu",
     "cifar100",
-    "cifar100-40epochs",
     "dawnbench",
     "fashion-mini",
     "fashion-mnist",
@@ -39,24 +39,40 @@ def recipe(name: str) -> Params:
     return read_params(ROOT / "recipes" / f"{name}.yaml")
 
 
-def baselines(params: Params) -> tuple[Baseline, Baseline]:
-    """With small and with large batches: every recipe has both."""
-    assert params.small_batch is not None and params.large_batch is not None
-    return params.small_batch, params.large_batch
+def of_method(name: str, method: str) -> Params:
+    """A recipe as one of its methods has it."""
+    with contextlib.chdir(ROOT):
+        return parse_params(read_methods(name).params(method, 0, read_tree(Path(f"recipes/{name}.yaml"))))
 
 
-def swa_runs(params: Params) -> dict[str, Swa]:
-    """All variants: every recipe has all three."""
-    runs = {method: getattr(params, method) for method in SWA_STARTS}
-    assert all(isinstance(swa, Swa) for swa in runs.values())
-    return runs
+METHODS = {
+    "swap",
+    "small_batch",
+    "large_batch",
+    "swa_large_batch",
+    "swa_large_then_small",
+    "swa_small_batch",
+    "small_batch_ema",
+    "large_batch_ema",
+}
 
 
 # The files
 
 
 def test_each_experiment_has_its_file() -> None:
-    assert sorted(path.stem for path in (ROOT / "recipes").glob("*")) == sorted(NAMES)
+    files = {file for name in NAMES for file in (f"{name}.yaml", f"{name}.methods.yaml")}
+    assert {path.name for path in (ROOT / "recipes").iterdir()} == files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_of_a_recipe_is_valid_and_swap_is_the_recipe_itself(name: str) -> None:
+    with contextlib.chdir(ROOT):
+        methods = set(read_methods(name).settings)
+    assert methods == METHODS | ({"swap_40"} if name == "cifar100" else set())
+    for method in methods:
+        assert of_method(name, method).method == method
+    assert of_method(name, "swap") == recipe(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,13 +95,13 @@ CIFAR_OPTIMIZER = Optimizer(
 )
 
 
-@pytest.mark.parametrize("name", ["cifar10", "cifar100", "cifar100-40epochs", "dawnbench"])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100", "dawnbench"])
 def test_the_cifar_recipes_share_network_optimizer_augmentation_and_8_workers(name: str) -> None:
     params = recipe(name)
     assert params.optimizer == CIFAR_OPTIMIZER
     assert (params.model.name, params.model.width, params.model.pretrained) == ("resnet9", 64, False)
     assert not params.model.zero_init_last_gamma
-    assert params.data.augment == Augment(padding=4, flip=True, cutout=8)
+    assert params.augment == Augment(padding=4, flip=True, cutout=8)
     assert params.data.train_images == "all"
     assert params.workers.seeds == (0, 1, 2, 3, 4, 5, 6, 7)
     assert params.compute.precision == "auto"
@@ -95,49 +111,33 @@ def test_cifar10_has_the_numbers_of_table_5() -> None:
     params = recipe("cifar10")
     assert params.data.name == "cifar10"
     assert params.phase1 == Phase1(
-        batch_size=4096, peak_lr=1.2, warmup_epochs=30, max_epochs=150, stop_accuracy=98, seed=0, keep_epochs=()
+        batch_size=4096, shards=8, peak_lr=1.2, warmup_epochs=30, max_epochs=150, stop_accuracy=98
     )
-    assert params.phase2 == Phase2(
-        batch_size=512,
-        peak_lr=0.12,
-        warmup_epochs=0,
-        epochs=30,
-        cycles=1,
-        gpus_per_worker=1,
-        keep_epochs=(5, 10, 15, 20, 25),
-    )
-    assert params.small_batch == Baseline(batch_size=512, peak_lr=0.3, warmup_epochs=30, epochs=100, gpus=2)
-    assert params.large_batch == Baseline(batch_size=4096, peak_lr=1.2, warmup_epochs=30, epochs=150, gpus=8)
+    assert params.phase2 == Phase2(batch_size=512, peak_lr=0.12, epochs=30, keep_epochs=(5, 10, 15, 20, 25))
+    small, large = of_method("cifar10", "small_batch"), of_method("cifar10", "large_batch")
+    assert small.phase1 == Phase1(batch_size=512, shards=2, peak_lr=0.3, warmup_epochs=30, max_epochs=100)
+    assert large.phase1 == Phase1(batch_size=4096, shards=8, peak_lr=1.2, warmup_epochs=30, max_epochs=150)
 
 
 def test_cifar100_has_the_numbers_of_table_6_but_the_ten_epochs_of_the_text() -> None:
     params = recipe("cifar100")
     assert params.data.name == "cifar100"
     assert params.phase1 == Phase1(
-        batch_size=2048, peak_lr=1.2, warmup_epochs=45, max_epochs=150, stop_accuracy=90, seed=0, keep_epochs=()
+        batch_size=2048, shards=8, peak_lr=1.2, warmup_epochs=45, max_epochs=150, stop_accuracy=90
     )
-    assert params.phase2 == Phase2(
-        batch_size=128, peak_lr=0.05, warmup_epochs=0, epochs=10, cycles=1, gpus_per_worker=1, keep_epochs=(2, 4, 6, 8)
-    )
-    assert params.small_batch == Baseline(batch_size=128, peak_lr=0.2, warmup_epochs=60, epochs=150, gpus=1)
-    assert params.large_batch == Baseline(batch_size=2048, peak_lr=1.2, warmup_epochs=45, epochs=150, gpus=8)
+    assert params.phase2 == Phase2(batch_size=128, peak_lr=0.05, epochs=10, keep_epochs=(2, 4, 6, 8))
+    small, large = of_method("cifar100", "small_batch"), of_method("cifar100", "large_batch")
+    assert small.phase1 == Phase1(batch_size=128, peak_lr=0.2, warmup_epochs=60, max_epochs=150)
+    assert large.phase1 == Phase1(batch_size=2048, shards=8, peak_lr=1.2, warmup_epochs=45, max_epochs=150)
 
 
-def test_cifar100_40epochs_is_cifar100_with_two_cycles_of_20_and_16_models() -> None:
-    params, short = recipe("cifar100-40epochs"), recipe("cifar100")
+def test_swap_with_40_epochs_is_cifar100_with_two_cycles_of_20_and_16_models() -> None:
+    params, short = of_method("cifar100", "swap_40"), recipe("cifar100")
     assert (params.phase2.epochs, params.phase2.cycles) == (40, 2)
     assert params.phase2.cycles * len(params.workers.seeds) == 16
     same_phase2 = dataclasses.replace(params.phase2, epochs=10, cycles=1, keep_epochs=short.phase2.keep_epochs)
-    same_swa: dict[str, Any] = {**swa_runs(short)}
-    assert dataclasses.replace(params, recipe="cifar100", phase2=same_phase2, **same_swa) == short
-    # SWA samples what it does in the other, as in Table 4, not what SWAP does here.
-    for method, swa in swa_runs(params).items():
-        assert swa == dataclasses.replace(swa_runs(short)[method], models=8, cycle_epochs=10)
-
-
-def test_the_cycles_of_cifar100_40epochs_fall_from_the_peak_to_0_twice() -> None:
-    phase2 = recipe("cifar100-40epochs").phase2
-    rate = learning_rate_of(phase2, epochs=phase2.epochs, cycles=phase2.cycles)
+    assert dataclasses.replace(params, method="swap", phase2=same_phase2) == short
+    rate = learning_rate_of(params.phase2, epochs=40, cycles=2)
     rates = [rate(epoch) for epoch in (0, 10, 20 - BEFORE, 20, 30, 40)]
     assert rates == pytest.approx([0.05, 0.025, 0, 0.05, 0.025, 0], abs=1e-9)
 
@@ -147,10 +147,10 @@ def test_dawnbench_has_the_batch_sizes_and_epochs_of_the_text() -> None:
     assert params.data.name == "cifar10"
     assert (params.phase1.batch_size, params.phase1.max_epochs, params.phase1.stop_accuracy) == (2048, 28, 100)
     assert (params.phase2.batch_size, params.phase2.epochs, params.phase2.cycles) == (256, 1, 1)
-    small_batch, large_batch = baselines(params)
-    assert large_batch.gpus == 8
+    assert of_method("dawnbench", "large_batch").phase1 == params.phase1
     # What the paper leaves open comes from cifar10-fast.
-    assert small_batch == Baseline(batch_size=512, peak_lr=0.4, warmup_epochs=5, epochs=24, gpus=1)
+    small = of_method("dawnbench", "small_batch").phase1
+    assert small == Phase1(batch_size=512, peak_lr=0.4, warmup_epochs=5, max_epochs=24)
 
 
 # ImageNet: section 5.2 and the published schedule for one machine with 8 GPUs
@@ -178,8 +178,8 @@ PUBLISHED_SCALES: dict[float, float] = {0: 0.08, 12: 0.08, 13: 0.087, 24: 0.087,
 
 def test_imagenet_has_the_settings_of_the_code_that_the_paper_takes() -> None:
     params = recipe("imagenet")
-    assert (params.data.name, params.data.test_crop) == ("imagenet", "rectangle")
-    assert params.data.augment == Augment(padding=0, flip=True, cutout=0)
+    assert params.data.name == "imagenet"
+    assert params.augment == Augment(padding=0, flip=True, cutout=0, test_crop="rectangle")
     assert (params.model.name, params.model.width) == ("torchvision:resnet50", None)
     assert params.model.zero_init_last_gamma
     assert params.optimizer == Optimizer(
@@ -187,33 +187,34 @@ def test_imagenet_has_the_settings_of_the_code_that_the_paper_takes() -> None:
     )
     assert (params.phase1.max_epochs, params.phase1.stop_accuracy) == (22, 100)
     assert (params.phase2.first_epoch, params.phase2.epochs, params.phase2.cycles) == (22, 6, 1)
-    assert (len(params.workers.seeds), params.phase2.gpus_per_worker) == (2, 8)
-    small_batch, large_batch = baselines(params)
-    assert (small_batch.epochs, small_batch.gpus) == (28, 8)
-    assert (large_batch.epochs, large_batch.gpus) == (28, 16)
+    assert (len(params.workers.seeds), params.phase1.shards, params.phase2.shards) == (2, 16, 8)
+    for method, shards in (("small_batch", 8), ("large_batch", 16)):
+        phase1 = of_method("imagenet", method).phase1
+        assert (phase1.max_epochs, phase1.stop_accuracy, phase1.shards) == (28, 100, shards)
 
 
 @dataclass(frozen=True)
 class Part:
     """A stretch of the published schedule, as a run of the recipe follows it."""
 
-    run: str
+    method: str
+    phase: str
     start: int
     end: int
     times: int
 
 
 PARTS = [
-    Part("small_batch", 0, 28, 1),
-    Part("large_batch", 0, 28, 2),
-    Part("phase1", 0, 22, 2),
-    Part("phase2", 22, 28, 1),
+    Part("small_batch", "phase1", 0, 28, 1),
+    Part("large_batch", "phase1", 0, 28, 2),
+    Part("swap", "phase1", 0, 22, 2),
+    Part("swap", "phase2", 22, 28, 1),
 ]
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.run)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.method}-{part.phase}")
 def test_imagenet_follows_the_published_schedule(part: Part) -> None:
-    run = getattr(recipe("imagenet"), part.run)
+    run = getattr(of_method("imagenet", part.method), part.phase)
     rate = learning_rate_of(run, epochs=part.end - part.start, first_epoch=part.start)
     batch, size, scale = (
         by_epoch(entry, first_epoch=part.start) for entry in (run.batch_size, run.image_size, run.min_scale)
@@ -243,69 +244,73 @@ def test_phase_2_of_imagenet_begins_and_ends_with_the_plain_rates() -> None:
 
 def test_an_imagenet_gpu_holds_512_then_224_then_128_images_in_every_run() -> None:
     params = recipe("imagenet")
-    small_batch, large_batch = baselines(params)
 
-    def per_gpu(batch_size: IntByEpoch, gpus: int) -> list[float]:
-        assert isinstance(batch_size, tuple)
-        return [size / gpus for _, size in batch_size]
+    def per_shard(run: Schedule) -> list[float]:
+        assert isinstance(run.batch_size, tuple)
+        return [size / run.shards for _, size in run.batch_size]
 
-    assert per_gpu(small_batch.batch_size, 8) == [512, 224, 128]
-    assert per_gpu(large_batch.batch_size, 16) == [512, 224, 128]
-    assert per_gpu(params.phase1.batch_size, 16) == [512, 224]
-    assert per_gpu(params.phase2.batch_size, 8) == [512, 224, 128]
-
-
-# What SWAP is compared with: section 5.3 for SWA, 5.1 and 5.2 for the number of runs
+    assert per_shard(of_method("imagenet", "small_batch").phase1) == [512, 224, 128]
+    assert per_shard(of_method("imagenet", "large_batch").phase1) == [512, 224, 128]
+    assert per_shard(params.phase1) == [512, 224]
+    assert per_shard(params.phase2) == [512, 224, 128]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_runs"),
-    [
-        ("cifar10", 10),
-        ("cifar100", 10),
-        ("cifar100-40epochs", 10),
-        ("imagenet", 3),
-        ("dawnbench", 1),
-        ("cifar10-cpu", 3),
-        ("fashion-mini", 3),
-        ("fashion-mnist", 3),
-    ],
-)
-def test_a_recipe_makes_as_many_runs_as_the_paper(name: str, num_runs: int) -> None:
-    assert (0, *recipe(name).repeats) == tuple(range(num_runs))
+# What SWAP is compared with: baselines are phase 1 alone; SWA, section 5.3, is one worker with cycles
+
+
+@pytest.mark.parametrize("method", ["small_batch", "large_batch", "small_batch_ema", "large_batch_ema"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_baseline_is_phase_1_to_the_end_and_nothing_after_it(name: str, method: str) -> None:
+    params = of_method(name, method)
+    assert (params.phase2.epochs, len(params.workers.seeds), params.phase1.stop_accuracy) == (0, 1, 100)
+    plain = of_method(name, method.removesuffix("_ema")).phase1
+    assert params.phase1 == dataclasses.replace(plain, ema_decay=params.phase1.ema_decay)
+    assert (params.phase1.ema_decay is not None) == method.endswith("_ema")
+
+
+@pytest.mark.parametrize("method", ["small_batch_ema", "large_batch_ema"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_exponential_mean_reaches_back_over_one_to_two_epochs(name: str, method: str) -> None:
+    phase1 = of_method(name, method).phase1
+    assert phase1.ema_decay is not None
+    steps = steps_per_epoch(NUM_IMAGES[name], by_epoch(phase1.batch_size)(phase1.max_epochs - 1))
+    assert 1 <= 1 / (1 - phase1.ema_decay) / steps <= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_swa_starts_where_its_name_says_and_takes_as_many_models_as_swap_with_as_many_epochs(name: str) -> None:
+    swap = recipe(name)
+    starts = {"swa_large_batch": "large_batch", "swa_large_then_small": "swap", "swa_small_batch": "small_batch"}
+    for method, start in starts.items():
+        params = of_method(name, method)
+        assert params.phase1 == of_method(name, start).phase1
+        assert len(params.workers.seeds) == 1
+        assert params.phase2.cycles == len(swap.workers.seeds) * swap.phase2.cycles
+        assert params.phase2.epochs // params.phase2.cycles == swap.phase2.epochs
+        first = of_method(name, start).phase1 if method != "swa_large_then_small" else swap.phase2
+        last = 27 if name == "imagenet" else 0
+        assert params.phase2.batch_size == by_epoch(first.batch_size)(last)
+        assert params.phase2.shards == first.shards
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "imagenet"])
 def test_swa_shares_its_peak_with_phase_2_and_lowers_that_of_large_batches_alike(name: str) -> None:
     params = recipe(name)
-    small_batch, large_batch = baselines(params)
-    assert params.phase2.peak_lr and small_batch.peak_lr and large_batch.peak_lr
-    assert {method: swa.peak_lr for method, swa in swa_runs(params).items()} == pytest.approx(
-        {
-            "swa_large_batch": large_batch.peak_lr * params.phase2.peak_lr / small_batch.peak_lr,
-            "swa_large_then_small": params.phase2.peak_lr,
-            "swa_small_batch": params.phase2.peak_lr,
-        }
-    )
+    small, large = (of_method(name, method).phase1.peak_lr for method in ("small_batch", "large_batch"))
+    assert params.phase2.peak_lr and small and large
+    peaks = {
+        "swa_large_batch": large * params.phase2.peak_lr / small,
+        "swa_large_then_small": params.phase2.peak_lr,
+        "swa_small_batch": params.phase2.peak_lr,
+    }
+    assert {method: of_method(name, method).phase2.peak_lr for method in peaks} == pytest.approx(peaks)
 
 
 def test_swa_on_imagenet_begins_its_cycles_where_the_last_line_of_the_rate_begins() -> None:
-    swa = swa_runs(recipe("imagenet"))
-    assert (swa["swa_small_batch"].peak_lr, swa["swa_large_then_small"].peak_lr) == (PUBLISHED_RATES[25],) * 2
-    assert swa["swa_large_batch"].peak_lr == 2 * PUBLISHED_RATES[25]
-
-
-@pytest.mark.parametrize("name", ["cifar100", "cifar100-40epochs"])
-def test_swa_on_cifar100_samples_8_models_10_epochs_apart(name: str) -> None:
-    params = recipe(name)
-    num_models, epochs = len(params.workers.seeds) * params.phase2.cycles, params.phase2.epochs // params.phase2.cycles
-    sampled = {(swa.models or num_models, swa.cycle_epochs or epochs) for swa in swa_runs(params).values()}
-    assert sampled == {(8, 10)}
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "cifar100-40epochs"])
-def test_swa_samples_as_many_models_as_swap(name: str) -> None:
-    assert {(swa.models, swa.cycle_epochs) for swa in swa_runs(recipe(name)).values()} == {(None, None)}
+    for method, times in (("swa_small_batch", 1), ("swa_large_then_small", 1), ("swa_large_batch", 2)):
+        phase2 = of_method("imagenet", method).phase2
+        assert (phase2.peak_lr, phase2.lr_knots, phase2.first_epoch) == (times * PUBLISHED_RATES[25], None, 0)
+        assert (phase2.image_size, phase2.min_scale) == (PUBLISHED_SIZES[27], PUBLISHED_SCALES[27])
 
 
 # This project's own recipes
@@ -324,14 +329,13 @@ def test_the_small_recipes_run_on_1_2_4_or_8_processes(name: str) -> None:
     assert [params.phase1.batch_size % processes for processes in (1, 2, 4, 8)] == [0, 0, 0, 0]
 
 
-# A world of 8 or 16 ranks, by arithmetic
+# Shards, by arithmetic
 
 
 NUM_IMAGES = {
     "cifar10": 50_000,
     "cifar10-cpu": 10_000,
     "cifar100": 50_000,
-    "cifar100-40epochs": 50_000,
     "dawnbench": 50_000,
     "fashion-mini": 10_000,
     "fashion-mnist": 60_000,
@@ -339,31 +343,32 @@ NUM_IMAGES = {
 }
 
 
-@pytest.mark.parametrize("run", ["phase1", "phase2", "small_batch", "large_batch"])
+@pytest.mark.parametrize(
+    ("method", "phase"),
+    [("swap", "phase1"), ("swap", "phase2"), ("small_batch", "phase1"), ("large_batch", "phase1")],
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_split_an_epoch_without_overlap_and_without_loss(name: str, run: str) -> None:
-    params, num_images = recipe(name), NUM_IMAGES[name]
-    small_batch, large_batch = baselines(params)
-    world_size, epochs, first_epoch = {
-        "phase1": (16 if name == "imagenet" else 8, params.phase1.max_epochs, 0),
-        "phase2": (params.phase2.gpus_per_worker, params.phase2.epochs, params.phase2.first_epoch or 0),
-        "small_batch": (small_batch.gpus, small_batch.epochs, 0),
-        "large_batch": (large_batch.gpus, large_batch.epochs, 0),
-    }[run]
-    size_at = by_epoch(getattr(params, run).batch_size, first_epoch=first_epoch)
+def test_shards_split_an_epoch_without_overlap_and_without_loss(name: str, method: str, phase: str) -> None:
+    params, num_images = of_method(name, method), NUM_IMAGES[name]
+    run = getattr(params, phase)
+    epochs, first_epoch = {
+        "phase1": (params.phase1.max_epochs, 0),
+        "phase2": (params.phase2.epochs, params.phase2.first_epoch),
+    }[phase]
+    size_at = by_epoch(run.batch_size, first_epoch=first_epoch)
     first_with_size = {size_at(epoch): epoch for epoch in reversed(range(epochs))}
 
     for batch_size, epoch in first_with_size.items():
         order = draw_epoch(seed=0, epoch=epoch, num_images=num_images, image_size=(32, 32)).order
         steps = steps_per_epoch(num_images, batch_size)
         shares = [
-            order[batch_share(step, batch_size=batch_size, rank=rank, world_size=world_size)]
+            order[batch_share(step, batch_size=batch_size, shard=shard, num_shards=run.shards)]
             for step in range(steps)
-            for rank in range(world_size)
+            for shard in range(run.shards)
         ]
         seen = torch.bincount(torch.cat(shares), minlength=num_images)
 
-        assert {len(share) for share in shares} == {batch_size / world_size}
+        assert {len(share) for share in shares} == {batch_size / run.shards}
         assert int(seen.max()) == 1
         assert 0 <= int((seen == 0).sum()) < batch_size
         assert int((seen == 0).sum()) == num_images % batch_size
@@ -464,7 +469,7 @@ def test_use_lists_every_recipe_in_one_line_and_marks_the_one_in_params_yaml(pla
     *lines, last = swap(plain, "use").stdout.splitlines()
     assert [line[2:].split()[0] for line in lines] == list(NAMES)
     assert [line for line in lines if line.startswith("* ")] == [
-        "* fashion-mini       The default: a sixth of Fashion-MNIST, from this repository, "
+        "* fashion-mini   The default: a sixth of Fashion-MNIST, from this repository, "
         "in a few minutes on two CPU cores."
     ]
     assert last.startswith("params.yaml is fashion-mini;")
@@ -574,7 +579,7 @@ def test_outside_of_git_anything_but_a_recipe_is_an_edit(plain: Path) -> None:
         ("CIFAR100", "did you mean cifar100"),
         ("recipes/imagenet.yaml", "did you mean imagenet?"),
         ("fashion-minst", "did you mean fashion-mnist or fashion-mini?"),
-        ("zzz", "known: cifar10, cifar10-cpu, cifar100, cifar100-40epochs, dawnbench, fashion-mini, fashion-mnist, im"),
+        ("zzz", "known: cifar10, cifar10-cpu, cifar100, dawnbench, fashion-mini, fashion-mnist, im"),
         ("../params", "known: cifar10"),
         ("", "known: cifar10"),
     ],
@@ -602,7 +607,7 @@ def test_a_recipe_of_ones_own_is_listed_and_used_like_the_others(plain: Path) ->
     own = (plain / "recipes" / "cifar10.yaml").read_text().replace("recipe: cifar10", "recipe: mine")
     (plain / "recipes" / "mine.yaml").write_text("# My own.\n" + own)
     assert swap(plain, "use", "mine").returncode == 0
-    assert "* mine               My own." in swap(plain, "use").stdout.splitlines()
+    assert "* mine           My own." in swap(plain, "use").stdout.splitlines()
 
 
 @pytest.mark.parametrize("arguments", [(), ("cifar10",)])

@@ -17,7 +17,7 @@ from conftest import Project, made_once
 from swap_pipeline.launch import this_machine
 
 TWO_RANKS = {"SWAP_NPROC": "2"}
-LONGER = {"phase1.max_epochs": 30, "phase2.epochs": 30, "workers.seeds": [0, 1]}
+LONGER = {"phase1.shards": 2, "phase1.max_epochs": 30, "phase2.epochs": 30, "workers.seeds": [0, 1]}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_pipeline_killed_again_and_again_goes_on_each_time_and_ends_in_the_sam
 def test_phase_3_killed_while_it_works_ends_in_the_same_bytes(undisturbed: Project, tmp_path: Path) -> None:
     reference, project = (undisturbed.copy_to(tmp_path / name) for name in ("reference", "project"))
     for copy in (reference, project):
-        copy.set_params({"phase3.seed": 5})
+        copy.set_params({"phase3.batch_size": 40})
     reference.dvc("repro")
     start_and_signal(project, lambda: any((project.root / ".swap/phase3").glob("*/mean.safetensors")), signal.SIGKILL)
     wait_until(lambda: processes_in(project.root) == [], seconds=10)
@@ -146,7 +146,7 @@ def start(project: Project, *arguments: str, **environment: str) -> subprocess.P
 
 def test_no_rank_outlives_a_launcher_that_is_killed_alone(undisturbed: Project, tmp_path: Path) -> None:
     project = undisturbed.copy_to(tmp_path / "project")
-    project.set_params({"phase1.seed": 9})
+    project.set_params({"seed": 9})
     launcher = start(project, "stages.phase1")
     wait_until(lambda: max(snapshots(project, "phase1"), default=0) >= 2)
     launcher.kill()
@@ -156,7 +156,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed_alone(undisturbed: Project, 
 
 def test_two_launchers_of_one_job_train_it_once(undisturbed: Project, tmp_path: Path) -> None:
     project = undisturbed.copy_to(tmp_path / "project")
-    project.set_params({"phase1.seed": 9})
+    project.set_params({"seed": 9})
     launchers = [start(project, "stages.phase1") for _ in range(2)]
     outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0]
@@ -217,6 +217,78 @@ def test_after_a_kill_a_damaged_snapshot_is_set_aside_and_the_one_before_it_lead
     output = start(project, "stages.phase2", "--seed", "0").communicate(timeout=300)[0]
 
     assert f"{newest.name} cannot be used" in output and "warning: " in output
-    assert f"phase2 seed 0: going on after epoch {epoch - 1}" in output
+    assert f"phase2 seed 0: resuming after epoch {epoch - 1}" in output
     assert newest.with_suffix(".damaged").read_bytes() == content
     assert project.bytes_of(model) == undisturbed.bytes_of(model)
+
+
+def kill_worker_after(project: Project, epoch: int) -> Path:
+    """Train seed 0 of phase 2 anew and kill it after so many epochs; returns its folder in scratch."""
+    shutil.rmtree(project.root / ".swap")
+    shutil.rmtree(project.root / "checkpoints/phase2/seed_0")
+    launcher = start(project, "stages.phase2", "--seed", "0")
+    wait_until(lambda: max(snapshots(project, "phase2"), default=0) >= epoch)
+    launcher.kill()
+    launcher.communicate()
+    wait_until(lambda: processes_in(project.root) == [], seconds=10)
+    (folder,) = (project.root / ".swap/phase2").iterdir()
+    return folder
+
+
+def flip_a_byte(path: Path) -> None:
+    """In place, so that other names of the file see it too."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 16]))
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip_a_byte], ids=["lost", "damaged"])
+def test_a_kept_model_that_was_harmed_before_the_resume_is_made_again(
+    harm: Callable[[Path], None], undisturbed: Project, tmp_path: Path
+) -> None:
+    project = undisturbed.copy_to(tmp_path / "project")
+    folder = kill_worker_after(project, 3)
+    harm(folder / "kept" / "epoch_1.safetensors")
+
+    output = start(project, "stages.phase2", "--seed", "0").communicate(timeout=300)[0]
+
+    assert "kept/epoch_1.safetensors is " in output and "training is repeated from before epoch 1" in output
+    assert "phase2 seed 0: epoch 1/30" in output
+    for name in ("epoch_1", "model"):
+        file = f"checkpoints/phase2/seed_0/{name}.safetensors"
+        assert project.bytes_of(file) == undisturbed.bytes_of(file)
+
+
+def test_a_model_kept_late_is_made_again_from_the_snapshot_before_it(undisturbed: Project, tmp_path: Path) -> None:
+    project = undisturbed.copy_to(tmp_path / "project")
+    project.set_params({"phase2.keep_epochs": "all"})
+    folder = kill_worker_after(project, 4)
+    newest = max(snapshots(project, "phase2"))
+    (folder / "kept" / f"epoch_{newest}.safetensors").unlink()
+
+    output = start(project, "stages.phase2", "--seed", "0").communicate(timeout=300)[0]
+
+    assert f"phase2 seed 0: resuming after epoch {newest - 1}" in output
+    assert len(list((project.root / "checkpoints/phase2/seed_0").iterdir())) == 30
+    file = "checkpoints/phase2/seed_0/model.safetensors"
+    assert project.bytes_of(file) == undisturbed.bytes_of(file)
+
+
+def test_scratch_that_is_deleted_while_workers_train_costs_time_but_no_file(
+    undisturbed: Project, tmp_path: Path
+) -> None:
+    project = undisturbed.copy_to(tmp_path / "project")
+    shutil.rmtree(project.root / ".swap")
+    shutil.rmtree(project.root / "checkpoints/phase2/seed_0")
+    launcher = start(project, "stages.phase2", "--seed", "0")
+    wait_until(lambda: max(snapshots(project, "phase2"), default=0) >= 3)
+    shutil.rmtree(project.root / ".swap", ignore_errors=True)
+
+    output = launcher.communicate(timeout=300)[0]
+
+    assert launcher.returncode == 0 and "phase2 seed 0: starting it once more" in output
+    for name in ("epoch_1", "model"):
+        file = f"checkpoints/phase2/seed_0/{name}.safetensors"
+        assert project.bytes_of(file) == undisturbed.bytes_of(file)

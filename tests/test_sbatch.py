@@ -53,7 +53,7 @@ def worker(seed: int) -> Job:
     folder = Path(".swap/phase2") / f"{seed:020x}"
     folder.mkdir(parents=True)
     return Job(
-        instance=Instance(method="phase2", seed=seed),
+        instance=Instance(stage="phase2", seed=seed),
         device_type="cpu",
         processes=1,
         threads=1,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swap_pipeline import srun
-from swap_pipeline.instances import Instance
+from swap_pipeline.instances import worker
 from swap_pipeline.jobs import Job, load
 from swap_pipeline.progress import PROGRESS_FILE, Display
 from swap_pipeline.scratch import JobFolder
@@ -27,7 +27,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Step]:
     monkeypatch.chdir(tmp_path)
     jobs = [
         Job(
-            instance=Instance(method="phase2", seed=seed),
+            instance=worker(seed),
             device_type="cpu",
             processes=1,
             threads=1,

@@ -87,7 +87,7 @@ def train_here(
     augment: Augment = PLAIN,
     compute: Compute = COMPUTE,
     optimizer: Optimizer = NESTEROV,
-    at_epoch_end: Callable[[int], None] = lambda epoch: None,
+    at_epoch_end: Callable[[int, nn.Module], None] = lambda epoch, network: None,
     num_classes: int = 4,
 ) -> Record:
     return train(
@@ -116,7 +116,7 @@ def test_the_clock_runs_over_the_steps_alone(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("swap_pipeline.training.time", clock)
     network.register_forward_pre_hook(lambda module, _: clock.advance(1 if module.training else 100))
 
-    record = train_here(network, tmp_path, at_epoch_end=lambda epoch: clock.advance(1000))
+    record = train_here(network, tmp_path, at_epoch_end=lambda epoch, network: clock.advance(1000))
 
     assert [row.seconds for row in record.curve] == [3, 3, 3]
     assert record.as_json()["seconds"] == 9
@@ -291,7 +291,7 @@ def test_parameters_that_nothing_depends_on_are_named_for_several_ranks() -> Non
 def test_models_on_the_way_are_those_of_a_run_that_ended_there(tmp_path: Path) -> None:
     network, seen = small_network(batch_norm=True), {}
 
-    def remember(epoch: int) -> None:
+    def remember(epoch: int, network: nn.Module) -> None:
         seen[epoch] = weights_of(network).clone()
 
     train_here(network, tmp_path, at_epoch_end=remember)
@@ -444,8 +444,8 @@ def test_the_first_step_of_too_many_bad_ones_is_told_however_seldom_it_is_looked
 def test_a_loss_that_is_not_finite_stops_before_the_step_and_leaves_the_last_snapshot(tmp_path: Path) -> None:
     run = replace(a_run(), learning_rate=lambda epoch: 0.05 if epoch < 1 else 1e30)
     network = small_network()
-    run = replace(run, chance="phase1.seed 4")
-    message = r"phase1 \(phase1\.seed 4\): loss or gradient is not finite at epoch 2, step [23]; .*peak_lr"
+    run = replace(run, chance="seed 4")
+    message = r"phase1 \(seed 4\): loss or gradient is not finite at epoch 2, step [23]; .*peak_lr"
     with pytest.raises(SwapError, match=message):
         train_here(network, tmp_path, run)
     assert [path.name for path in tmp_path.glob("snapshot_*")] == ["snapshot_000001.safetensors"]
@@ -468,7 +468,7 @@ def test_a_batch_that_does_not_fit_is_named_as_it_is_in_that_epoch(
 
     monkeypatch.setattr(torch.Tensor, "backward", fail)
     run = replace(a_run(), batch_size=lambda epoch: 5 if epoch < 1 else 10)
-    with pytest.raises(SwapError, match=r"a batch of 5 images on each device did not fit .* lower phase1\.batch_size"):
+    with pytest.raises(SwapError, match=r"5 images at a time on each device did not fit .* raise phase1\.shards"):
         train_here(small_network(), tmp_path, run)
 
 
@@ -502,10 +502,11 @@ from swap_pipeline.progress import Reporter
 from swap_pipeline.stopping import Stopped
 from swap_pipeline.training import train
 
-def go(network, folder, epochs=3):
+def go(network, folder, epochs=3, ema_decay=0.8):
     folder.mkdir(exist_ok=True)
     return train(
-        replace(a_run(), epochs=epochs), network, train_images=random_images(), test_images=random_images(20, seed=9),
+        replace(a_run(), epochs=epochs, shards=6, ema_decay=ema_decay), network,
+        train_images=random_images(), test_images=random_images(20, seed=9),
         augment=Augment(padding=1, flip=True, cutout=2), optimizer=NESTEROV, compute=COMPUTE, group=group,
         snapshots=folder, reporter=Reporter(name="test", total=3, folder=None, is_main=False))
 
@@ -513,7 +514,7 @@ with process_group() as group:
     root = Path({folder!r}) / str(group.world_size)
     root.mkdir(exist_ok=True)
     network = small_network()
-    record = go(network, root / "plain")
+    record = go(network, root / "plain", ema_decay=None)
     normed = wide_network()
     reference = go(normed, root / "whole")
     go(wide_network(), root / "stopped", epochs=1)
@@ -548,7 +549,10 @@ with process_group() as group:
 
 @pytest.fixture(scope="module")
 def by_world_size(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, object]]:
-    """The same training as one process and as two and three gloo ranks, started by torchrun."""
+    """The same training, in six shards, as one process and as two and three gloo ranks, started by torchrun.
+
+    What is resumed or stopped has an exponential mean of the weights too.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     script = folder / "job.py"
     script.write_text(textwrap.dedent(TWO_RANKS.format(tests=str(ROOT / "tests"), folder=str(folder))))
@@ -581,6 +585,6 @@ def test_ranks_that_are_resumed_end_in_the_same_bytes(
 def test_ranks_that_are_asked_to_end_after_every_step_end_in_the_same_bytes(
     by_world_size: dict[int, dict[str, object]], world_size: int
 ) -> None:
-    """In the middle of an epoch each rank has batch-norm statistics and sums of its own."""
+    """In the middle of an epoch each shard has batch-norm statistics, and each rank sums, of its own."""
     assert by_world_size[world_size]["stops"] == 8  # of 9 steps: after the last one only the result is left to write
     assert by_world_size[world_size]["stopped_is_the_same"] is True

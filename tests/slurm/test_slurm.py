@@ -20,7 +20,7 @@ from conftest import Project, make_project
 from slurm_cluster import Cluster
 from test_resume import processes_in, snapshots, wait_until
 
-PARAMS = {"phase1.max_epochs": 40, "phase2.epochs": 40, "workers.seeds": [0, 1]}
+PARAMS = {"phase1.shards": 2, "phase1.max_epochs": 40, "phase2.epochs": 40, "workers.seeds": [0, 1]}
 TWO_RANKS = {"SWAP_NPROC": "2"}
 # A node with one core for each of two ranks; this machine may have other numbers.
 TWO_CORES = ("taskset", "-c", ",".join(map(str, sorted(os.sched_getaffinity(0))[:2])))
@@ -159,7 +159,7 @@ def test_sbatch_gives_the_bytes_of_a_local_run_and_an_added_seed_submits_one_tas
 def test_a_worker_over_two_nodes_tells_its_place_in_the_queue_and_gives_the_bytes_of_a_local_run(
     with_phase1: Project, cluster: Cluster
 ) -> None:
-    with_phase1.set_params({"phase2.gpus_per_worker": 2, "phase2.epochs": 3})
+    with_phase1.set_params({"phase2.shards": 2, "phase2.epochs": 3})
     worker = (sys.executable, "-m", "stages.phase2", "--seed", "0")
     with_phase1.run(*TWO_CORES, *worker, SWAP_LAUNCHER="local")
     expected = model(with_phase1, "phase2/seed_0")
@@ -210,7 +210,7 @@ def test_phase_1_goes_on_where_it_was_when_it_is_requeued_and_when_its_time_is_n
     output = finish(launcher)
 
     assert "pending" in output
-    assert output.count("phase1: going on after epoch") == 2
+    assert output.count("phase1: resuming after epoch") == 2
     assert output.count("submitted as") == output.count("phase1: epoch 1/40") == 1
     assert model(untrained, "phase1") == model(reference, "phase1")
 
@@ -226,7 +226,7 @@ def test_a_worker_that_is_asked_to_go_leaves_the_others_of_its_array_alone(
 
     output = finish(launcher)
 
-    assert output.count("going on after") == 1
+    assert output.count("resuming after") == 1
     assert output.count("submitted as Slurm job") == 1  # it went back into the queue by itself
     finish(start_stage(with_phase1, "stages.phase2", "--seed", "1"))
     for phase in ("phase2/seed_0", "phase2/seed_1"):
@@ -256,7 +256,7 @@ def test_a_preempted_worker_goes_on_when_its_place_is_free_again(
 
     output = finish(launcher)
 
-    assert output.count("phase2 seed 0: going on after") == 1
+    assert output.count("phase2 seed 0: resuming after") == 1
     assert output.count("phase2 seed 0: epoch 1/40") == 1
     assert model(with_phase1, "phase2/seed_0") == model(reference, "phase2/seed_0")
 
@@ -352,7 +352,7 @@ def test_a_controller_that_is_down_is_told_in_a_line_and_nothing_is_lost(
     launcher = start_stage(untrained, "stages.phase1")
     wait_until(lambda: has_come_to(untrained, "phase1", 2))
     cluster.end_controller()
-    untrained.set_params({"phase1.seed": 3})
+    untrained.set_params({"seed": 3})
     try:
         other = untrained.stage("phase1", SWAP_TIMEOUT_MINUTES="0.02")
     finally:

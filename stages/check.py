@@ -1,0 +1,25 @@
+"""python -m stages.check
+
+Check `params.yaml` before any other stage runs: DVC deletes and reads what it names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swap_pipeline.check import check
+from swap_pipeline.files import write_text
+from swap_pipeline.ranks import run_stage
+
+
+@click.command(help=__doc__)
+def main() -> None:
+    check()
+    # The same whatever the params are: what they change is for the other stages to say.
+    write_text(Path("data/checked.txt"), "params.yaml was checked\n")
+
+
+if __name__ == "__main__":
+    run_stage(main)
