@@ -36,7 +36,7 @@ def outs(project: Project, stage: str) -> list[str]:
         ({"phase1.peak_lr": -1.0}, {}, ["params.yaml: phase1.peak_lr", "above 0"]),
         ({"workers.seeds": [3, 3]}, {}, ["params.yaml: workers.seeds", "more than once"]),
         ({"workers.seeds": []}, {}, ["params.yaml: workers.seeds", "empty"]),
-        ({"phase1.batch_size": 25}, {}, ["phase1.batch_size is 25, which 2 shards", "set phase1.shards to 1"]),
+        ({"phase1.batch_size": 25, "phase1.shards": 2}, {}, ["phase1.batch_size is 25, which 2 shards", "set phase1.shards to 1"]),
         ({"phase1.stop_accuracy": 0.9}, {}, ["phase1.stop_accuracy is 0.9", "write 90"]),
         ({}, {"SWAP_NPROC": "two"}, ["SWAP_NPROC is 'two'", "whole number"]),
         (
@@ -47,7 +47,7 @@ def outs(project: Project, stage: str) -> list[str]:
         ({}, {"SWAP_NPROC": "1000000000"}, ["SWAP_NPROC is '1000000000'", "from 1 to 100,000"]),
         ({}, {"SWAP_NPROC": "99999"}, ["SWAP_NPROC is 99999, but there are", "cores: lower it"]),
         ({}, {"SWAP_NPROC": "9" * 5000}, ["SWAP_NPROC is '9999", "from 1 to 100,000"]),
-        ({"phase1.seed": 5}, {"SWAP_RETRIES": "9" * 5000}, ["SWAP_RETRIES is '9999", "from 0 to 1,000"]),
+        ({"seed": 5}, {"SWAP_RETRIES": "9" * 5000}, ["SWAP_RETRIES is '9999", "from 0 to 1,000"]),
         ({}, {"SWAP_DEVICE": "gpu"}, ["SWAP_DEVICE is 'gpu'", "choose cpu or cuda"]),
     ],
 )

@@ -126,7 +126,9 @@ def test_swap_check_names_what_dvc_would_wait_for_in_the_folder_of_images(projec
 
 
 def test_swap_check_has_no_objection_to_any_recipe_and_needs_no_torch(project: Project) -> None:
-    for recipe in sorted((ROOT / "recipes").glob("*.yaml")):
+    recipes = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if ".methods" not in path.name]
+    assert recipes
+    for recipe in recipes:
         (project.root / read_params(recipe).data.root).mkdir(exist_ok=True)
         done = swap(project, "check", "--params", str(recipe))
         assert done.returncode == 0 and done.stdout.startswith(f"{recipe} is fine"), done.stderr
@@ -135,7 +137,7 @@ def test_swap_check_has_no_objection_to_any_recipe_and_needs_no_torch(project: P
 
 
 def test_params_that_change_without_harm_are_checked_anew_and_nothing_is_prepared_again(finished: Project) -> None:
-    finished.set_params({"phase3.seed": 7})
+    finished.set_params({"seed": 7})
 
     said = finished.dvc("repro", "prepare")
 

@@ -79,7 +79,7 @@ def test_a_seed_that_is_no_longer_listed_is_stale_and_one_that_is_stays(here: Pa
 def test_nothing_is_removed_on_a_dry_run_or_without_a_yes(arguments: list[str], answer: str) -> None:
     said = clean("--all", *arguments, answer=answer)
 
-    assert "remove 6 of 6 folders" in said
+    assert "remove 5 of 5 folders" in said
     assert stages_in_scratch() == ALL_JOBS
 
 
@@ -91,7 +91,7 @@ def test_a_yes_removes_all_and_says_how_much() -> None:
 
     assert stages_in_scratch() == {}
     assert f"free {expected}?" in said
-    assert f"removed 6 folders, {expected} are free" in said
+    assert f"removed 5 folders, {expected} are free" in said
     assert Path("checkpoints/phase3/model.safetensors").exists()
 
 
@@ -152,7 +152,7 @@ def test_what_a_larger_machine_or_cluster_trained_is_needed_too(here: Path) -> N
     save(large)
     known = clean("--dry-run")
 
-    assert "would remove 1 of 7 folders" in unknown
+    assert "would remove 1 of 6 folders" in unknown
     assert "nothing to remove" in known
 
 

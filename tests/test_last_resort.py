@@ -75,7 +75,7 @@ def test_a_disk_that_fails_the_launcher_is_said_in_a_line(finished: Project, num
 
 
 def test_a_disk_that_fails_a_rank_is_said_in_a_line_after_a_second_try(finished: Project) -> None:
-    finished.set_params({"phase1.seed": 5})
+    finished.set_params({"seed": 5})
     error = "OSError(errno.EIO, os.strerror(errno.EIO), 'model.safetensors')"
     path = sabotaged(finished, target="os.fsync", error=error, in_rank=True)
 
@@ -116,7 +116,7 @@ def test_commands_say_it_in_a_line_too(finished: Project) -> None:
 
 @pytest.mark.parametrize("limit", [6, 20, 100])
 def test_too_few_open_files_are_said(finished: Project, limit: int) -> None:
-    finished.set_params({"phase1.seed": 5})
+    finished.set_params({"seed": 5})
     command = f"ulimit -n {limit}; exec {sys.executable} -m stages.phase1"
 
     assert_one_line(
@@ -126,7 +126,7 @@ def test_too_few_open_files_are_said(finished: Project, limit: int) -> None:
 
 @pytest.mark.parametrize("streams", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_not_matter(finished: Project, streams: str) -> None:
-    finished.set_params({"phase1.seed": 5, "phase1.max_epochs": 1, "phase1.keep_epochs": []})
+    finished.set_params({"seed": 5, "phase1.max_epochs": 1, "phase1.keep_epochs": []})
     python = sys.executable
 
     stage = finished.run("sh", "-c", f"exec {python} -m stages.phase1 {streams}", check=False)

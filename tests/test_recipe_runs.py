@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from stages.phase1 import train_phase1
 from stages.phase2 import train_worker
-from stages.phase3 import PHASE3, average_workers, model_files
+from stages.phase3 import PHASE3, average_workers, models_after
 from swap_pipeline import datasets
 from swap_pipeline.checkpoint import TensorFile
 from swap_pipeline.data import steps_per_epoch
@@ -190,8 +190,10 @@ def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: 
     assert [len(curve) for curve in curves] == [params.phase1.max_epochs] + [params.phase2.epochs] * 2
     assert all(math.isfinite(row["train_loss"]) and row["seconds"] > 0 for curve in curves for row in curve)
     assert math.isfinite(read_json(Path("metrics/phase3.json"))["test_loss"])
-    models = [load_file(path) for path in model_files(params.workers.seeds, params.phase2.cycles)]
-    assert len(models) == 2 * params.phase2.cycles
+    epochs, cycles = params.phase2.epochs, params.phase2.cycles
+    paths = models_after(epochs, seeds=params.workers.seeds, epochs=epochs, cycles=cycles)
+    models = [load_file(path) for path in paths]
+    assert len(models) == 2 * cycles
     average = load_file("checkpoints/phase3/model.safetensors")
     weight = next(key for key in average if key.endswith("weight") and average[key].ndim == 4)
     assert not np.array_equal(models[0][weight], models[1][weight])
