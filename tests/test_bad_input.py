@@ -36,7 +36,11 @@ def outs(project: Project, stage: str) -> list[str]:
         ({"phase1.peak_lr": -1.0}, {}, ["params.yaml: phase1.peak_lr", "above 0"]),
         ({"workers.seeds": [3, 3]}, {}, ["params.yaml: workers.seeds", "more than once"]),
         ({"workers.seeds": []}, {}, ["params.yaml: workers.seeds", "empty"]),
-        ({"phase1.batch_size": 25, "phase1.shards": 2}, {}, ["phase1.batch_size is 25, which 2 shards", "set phase1.shards to 1"]),
+        (
+            {"phase1.batch_size": 25, "phase1.shards": 2},
+            {},
+            ["phase1.batch_size is 25, which 2 shards", "set phase1.shards to 1"],
+        ),
         ({"phase1.stop_accuracy": 0.9}, {}, ["phase1.stop_accuracy is 0.9", "write 90"]),
         ({}, {"SWAP_NPROC": "two"}, ["SWAP_NPROC is 'two'", "whole number"]),
         (
