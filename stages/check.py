@@ -11,14 +11,16 @@ import click
 
 from swap_pipeline.check import check
 from swap_pipeline.files import write_text
+from swap_pipeline.inputs import inputs_stay
 from swap_pipeline.ranks import run_stage
 
 
 @click.command(help=__doc__)
 def main() -> None:
-    check()
-    # The same whatever the params are: what they change is for the other stages to say.
-    write_text(Path("data/checked.txt"), "params.yaml was checked\n")
+    with inputs_stay("check"):
+        check()
+        # The same whatever the params are: what they change is for the other stages to say.
+        write_text(Path("data/checked.txt"), "params.yaml was checked\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from swap_pipeline.inputs import check_trained_alike
 from swap_pipeline.instances import Instance, worker
 from swap_pipeline.launch import run_alone
 from swap_pipeline.params import Params, read_params
@@ -30,6 +31,7 @@ def main() -> None:
         first = worker(params.workers.seeds[0])
         for path in remove_unlisted(first.checkpoints.parent, first.record.parent, seeds=params.workers.seeds):
             click.echo(f"removed {path}: its seed is not in workers.seeds")
+        check_trained_alike([worker(seed) for seed in params.workers.seeds])
     run_alone(PHASE3, shards=params.phase1.shards, be_a_rank=lambda folder: average_workers(params, folder))
 
 

@@ -20,7 +20,7 @@ class Analysis:
     train_images: int | Literal["all"] = knob("for statistics and training error at each point", minimum=2)
     test_images: int | Literal["all"] = knob("for the test error at each point", minimum=1)
     gradient_images: int | Literal["all"] = knob("for the gradient whose direction is looked at", minimum=2)
-    subsets: int = knob("at most so many choices of k workers are averaged and tested, for every k", minimum=1)
+    subsets: int = knob("at most this many choices of k workers are averaged and tested, for every k", minimum=1)
 
 
 def read_analysis() -> Analysis:

@@ -102,11 +102,11 @@ def list_params(file: Path, as_json: bool) -> None:
     show_default=True,
     help="What to plan; any recipe will do.",
 )
-@click.option("--gpus", type=click.IntRange(min=1), help="Plan for so many GPUs instead of what this machine has.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Plan for this many GPUs instead of what this machine has.")
 @click.option(
     "--nodes",
     type=click.IntRange(min=1),
-    help="With --link: the GPUs are spread over so many nodes.",
+    help="With --link: the GPUs are spread over this many nodes.",
 )
 @click.option(
     "--images-per-second",
@@ -158,9 +158,9 @@ def plan(
 
 
 @main.command()
-@click.option("--methods", metavar="A,B", help="Only these of the recipe's methods.")
+@click.option("--methods", metavar="A,B", help="Only these methods.")
 @click.option("--seeds", metavar="0,1,2", help="Repeat each method with these seeds; by default that of params.yaml.")
-@click.option("--jobs", type=click.IntRange(min=1), help="At most so many experiments side by side.")
+@click.option("--jobs", type=click.IntRange(min=1), help="At most this many experiments side by side.")
 @click.option("--dry-run", is_flag=True, help="Only print the commands that it would run.")
 def compare(methods: str | None, seeds: str | None, jobs: int | None, dry_run: bool) -> None:
     """Run the recipe's methods as experiments, and print the paper's tables.
@@ -173,7 +173,10 @@ def compare(methods: str | None, seeds: str | None, jobs: int | None, dry_run: b
     chosen = _listed(methods)
     numbers = [_seed(text) for text in _listed(seeds) or ()]
     if dry_run:
-        for line in make_comparison(chosen, numbers).plain_commands():
+        comparison = make_comparison(chosen, numbers)
+        for note in comparison.notes:
+            click.echo(f"note: {note}", err=True)
+        for line in comparison.plain_commands():
             click.echo(line)
         return
     from swap_pipeline.comparing import only_one, run_experiments
@@ -184,13 +187,13 @@ def compare(methods: str | None, seeds: str | None, jobs: int | None, dry_run: b
         for note in comparison.notes:
             click.echo(f"note: {note}")
         current = len(comparison.wanted) - len(comparison.waiting)
-        click.echo(f"{len(comparison.wanted)} experiments, of which {current} are up to date")
+        click.echo(f"{current} of {len(comparison.wanted)} experiments are up to date")
         try:
             failures = run_experiments(
                 comparison.waiting, machine=this_machine(), most_at_once=jobs, say=lambda text: click.echo(text)
             )
         except KeyboardInterrupt:
-            click.echo("interrupted: `swap compare` resumes")
+            click.echo("interrupted; run `swap compare` again to resume")
             sys.exit(130)
     if len(failures) < len(comparison.wanted):
         _print_tables(everything=False, folder=TABLES)
@@ -227,7 +230,8 @@ def _print_tables(*, everything: bool, folder: Path) -> None:
 
 
 def _listed(text: str | None) -> list[str] | None:
-    return [part.strip() for part in text.split(",") if part.strip()] if text else None
+    """What stands between commas, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip())) if text else None
 
 
 def _seed(text: str) -> int:

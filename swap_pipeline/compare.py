@@ -124,7 +124,7 @@ def _root_for_experiments(root: str) -> str:
 def code_of(stages: Tree) -> list[str]:
     """What git has of the stages' deps. Recipes only say what was edited: no result depends on them."""
     deps = {dep for stage in stages.values() for dep in stage.get("deps", ()) if "${" not in dep}
-    return ["dvc.yaml", *sorted(deps - {str(RECIPES)})]
+    return ["dvc.yaml", *sorted(deps)]
 
 
 def _refuse_untracked(code: Sequence[str], network: str) -> None:

@@ -285,6 +285,9 @@ def bytes_to_write(plan: Plan) -> int:
 
 
 def _scratch(params: Params | None) -> Iterator[Finding]:
+    if os.path.lexists(scratch_root()) and not scratch_root().is_dir():
+        yield _problem("scratch", f"{scratch_root()} is in the way, since a folder belongs there: move it elsewhere")
+        return
     if not scratch_root().is_dir():
         yield _ok("scratch", f"{scratch_root()} is not there yet")
         return

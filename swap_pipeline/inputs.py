@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from typing import Any
 from swap_pipeline.errors import SwapError
 from swap_pipeline.instances import Instance
 from swap_pipeline.own_network import source_file
+
+CODE_STAMP = "SWAP_CODE_STAMP"
+"""the launcher's `code_stamp` when it started this rank"""
 
 
 @functools.lru_cache(maxsize=8)
@@ -102,6 +105,47 @@ class Inputs:
         """Refuse to go on with what has changed."""
         if what := self.change():
             raise SwapError(f"{self.instance.name}: {what} changed {when}: {remedy}")
+
+    def check_code_was_not_written_to(self, stamp: str | None) -> None:
+        """Since a launcher on this machine took the stamp: a rank may have read what was there for a moment only."""
+        if stamp is not None and stamp != code_stamp(self.instance):
+            raise SwapError(
+                f"{self.instance.name}: code or params were written to while it started: run `dvc repro` again"
+            )
+
+
+def code_stamp(instance: Instance) -> str:
+    """Of all code and params that a rank of the instance reads: another one after any of them was written to."""
+    deps, params = declared_stage(instance)
+    code = [dep for dep in deps if dep.startswith(("stages/", "swap_pipeline/"))]
+    files = [*code, *params, *unlisted_code(deps, _values("params.yaml")["model"]["name"])]
+    return hashlib.sha256(json.dumps({file: stamp_of(Path(file)) for file in files}).encode()).hexdigest()
+
+
+def check_trained_alike(instances: Sequence[Instance]) -> None:
+    """That what DVC recorded for these instances was made with one set of params and code, that of now.
+
+    DVC runs one after another. An edit between two of them would go unnoticed: each is right for itself.
+    """
+    lock = Path("dvc.lock")
+    if not lock.exists():
+        return
+    entries = _values(str(lock)).get("stages", {})
+    recorded = {instance: entries[instance.stage_name] for instance in instances if instance.stage_name in entries}
+    for instance, entry in recorded.items():
+        _, declared = declared_stage(instance)
+        for file, keys in declared.items():
+            for key in keys:
+                now = _lookup(_values(file), key)
+                if (then := entry.get("params", {}).get(file, {}).get(key)) != now:
+                    where = ".".join([key, *_first_difference(then, now)])
+                    raise SwapError(f"{instance.name} was trained with another {where}: run `dvc repro` again")
+    made_from = {
+        instance: {dep["path"]: dep.get("md5") for dep in entry["deps"]} for instance, entry in recorded.items()
+    }
+    for instance, deps in made_from.items():
+        if path := "/".join(_first_difference(next(iter(made_from.values())), deps)):
+            raise SwapError(f"{instance.name} was trained with another {path}: run `dvc repro` again")
 
 
 def _inputs_if_any(instance: Instance, hash_path: Callable[[Path], Any]) -> Inputs | None:
@@ -190,6 +234,8 @@ def _stamp_of_folder(folder: str) -> str:
     digest = hashlib.sha256()
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name == "__pycache__":
+                continue
             is_folder = entry.is_dir(follow_symlinks=False)
             stamp = _stamp_of_folder(entry.path) if is_folder else _stamp(entry.stat(follow_symlinks=False))
             digest.update(f"{entry.name!r} {stamp}".encode())

@@ -23,7 +23,7 @@ def remedy_of(error: BaseException) -> str:
         return f"{error}: raise the limit (`ulimit -n 1024`), {_AGAIN}"
     if not isinstance(error, OSError):
         return ""
-    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(Path.cwd())
+    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "what was being written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{where}: no space is left on the disk: make room, {_AGAIN}"
     if error.errno == errno.EFBIG:

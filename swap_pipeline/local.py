@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from swap_pipeline import environment
+from swap_pipeline.inputs import CODE_STAMP, code_stamp
 from swap_pipeline.jobs import (
     STDERR_FILE,
     Failure,
@@ -55,6 +56,7 @@ class Local:
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
             forget_last_attempt(job)
             describe(job)
+            variables[CODE_STAMP] = code_stamp(job.instance)
             return LocalRun(job, command, variables, [own, *locks])
         for lock in locks:
             lock.release()

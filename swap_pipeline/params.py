@@ -57,7 +57,7 @@ class Data:
     name: str = knob("the data set")
     root: str = knob("folder of your own images, or of a data set's official files where there is no network")
     train_images: int | Literal["all"] = knob(
-        "use only so many training images, the same number of each class", default="all", minimum=1
+        "use only this many training images, the same number of each class", default="all", minimum=1
     )
     max_gb_in_memory: float = knob(
         "images that take more are read from their files, batch by batch", default=2.0, minimum=0
@@ -128,7 +128,7 @@ class Schedule:
 
     batch_size: IntByEpoch = knob("images per step, over all devices of the run together", minimum=1)
     shards: int = knob(
-        "equal parts of a batch, each normalised on its own (batch norm); at most so many devices share the run",
+        "equal parts of a batch, each normalised on its own (batch norm); at most this many devices share the run",
         default=1,
         minimum=1,
         maximum=1 << 16,
@@ -199,7 +199,9 @@ class Workers:
 class Phase3:
     """The average's batch-norm statistics."""
 
-    batch_size: int = knob("images in one batch of the statistics pass, always on one device", default=500, minimum=2)
+    batch_size: int = knob(
+        "images in one batch of the statistics pass; a batch is never split over devices", default=500, minimum=2
+    )
     augment: bool = knob("pass augmented images, as seen in training, instead of plain ones", default=False)
     variance: Literal["pooled", "batch_mean"] = knob(
         "variance over all samples, or mean of the batches' variances", default="pooled"

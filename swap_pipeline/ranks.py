@@ -209,7 +209,8 @@ def _tell_launcher(error: Exception) -> None:
 
 def _check_variables() -> None:
     """That who calls this process a rank also says which one: an exported variable may have been left behind."""
-    missing = [name for name in ("RANK", "WORLD_SIZE") if not os.environ.get(name, "").isdecimal()]
+    needed = ("RANK", "WORLD_SIZE", *((WORLD,) if JOB in os.environ else ()))
+    missing = [name for name in needed if not os.environ.get(name, "").isdecimal()]
     stale = [name for name in (JOB, "TORCHELASTIC_RUN_ID") if name in os.environ]
     if missing:
         raise SwapError(

@@ -26,7 +26,7 @@ import xxhash
 from swap_pipeline.environment import project_folder
 from swap_pipeline.errors import DamagedFileError, SwapError
 from swap_pipeline.files import atomic_write, read_json, write_json
-from swap_pipeline.inputs import Inputs
+from swap_pipeline.inputs import CODE_STAMP, Inputs
 from swap_pipeline.instances import Instance
 
 RESULT = "result"
@@ -126,12 +126,12 @@ class JobFolder:
     def set_aside_damaged(self) -> None:
         """Of a complete job: a result that is not as it was written must not be given out, but made again."""
         lock = Lock(self.path / "launcher.lock")
-        if not self.is_complete or not lock.try_acquire():
+        if not os.path.lexists(self.result) or not lock.try_acquire():
             return
         try:
-            if reason := self.damage():
+            if reason := self.damage() if self.is_complete else "it is no folder":
                 aside = self.path / f"{RESULT}.damaged"
-                shutil.rmtree(aside, ignore_errors=True)
+                _remove(aside)
                 self.result.rename(aside)
                 what = f"{self.result} is damaged ({reason})"
                 print(f"warning: {what}: it is set aside as {aside.name} and made again", flush=True)
@@ -142,6 +142,7 @@ class JobFolder:
         """For a rank that has read params, code and data: they must be those that its folder was named after."""
         if self.inputs is not None:
             self.inputs.check(when="while it started", remedy="run `dvc repro` again")
+            self.inputs.check_code_was_not_written_to(os.environ.get(CODE_STAMP))
 
     @contextlib.contextmanager
     def writer(self, *, is_main: bool) -> Iterator[None]:
@@ -208,11 +209,16 @@ def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:
         if re.fullmatch(r"seed_\d+", path.stem) and path.stem not in listed
     ]
     for path in removed:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        _remove(path)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _link(source: Path, target: Path) -> None:

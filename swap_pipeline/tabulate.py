@@ -35,7 +35,7 @@ def tables_of_experiments(*, everything: bool) -> Tables:
         hint = "" if everything else ", or see those of earlier commits with --all"
         raise SwapError(f"no experiment of recipe {recipe} started from this commit: `swap compare` runs them{hint}")
     notes = [
-        *(f"{one.name} is of commit {one.baseline[:7]}" for one in chosen if one.baseline != now),
+        *(f"{one.name} is from commit {one.baseline[:7]}" for one in chosen if one.baseline != now),
         *_outdated(chosen, methods, now),
     ]
     return make_tables(recipe, list(methods.settings), found, records_of(chosen), notes)

@@ -178,7 +178,7 @@ def run_training_job(
             load_pretrained(network, description)
         folder.check_inputs()
         if group.is_main:
-            _repeat_what_was_lost(folder, keep)
+            _repeat_what_was_lost(folder, keep, header)
         group.wait()
 
         def info_after(epoch: int) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def run_training_job(
             info = info_after(len(record.curve))
             about = {**group.as_json(), "ran": [began, time.time()]}
             kept = {epoch: name for epoch, name in keep.items() if epoch <= len(record.curve)}
-            if lost := _first_lost(folder.kept, kept):
+            if lost := _first_lost(folder.kept, kept, header):
                 epoch, what = lost
                 raise SwapError(
                     f"{UNEXPECTED} loss: {what}: run `dvc repro`, which repeats it from before epoch {epoch}"
@@ -224,27 +224,28 @@ def run_training_job(
             write_result(folder, network, info, {**record.as_json(), **about}, kept=kept.values())
 
 
-def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str]) -> None:
+def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str], header: Mapping[str, Any]) -> None:
     """A run that is resumed must have all models that it was to keep so far: else it resumes from before the first."""
     done = epoch_of_newest_snapshot(folder.path)
-    if lost := _first_lost(folder.kept, {epoch: name for epoch, name in keep.items() if epoch <= done}):
+    due = {epoch: name for epoch, name in keep.items() if epoch <= done}
+    if lost := _first_lost(folder.kept, due, header):
         epoch, what = lost
         print(f"warning: {what}: training is repeated from before epoch {epoch}", flush=True)
         drop_snapshots(folder.path, from_epoch=epoch)
 
 
-def _first_lost(kept: Path, names: Mapping[int, str]) -> tuple[int, str] | None:
-    """The first epoch whose model should be in the folder and is not, or not as it was written; and what is wrong."""
+def _first_lost(kept: Path, names: Mapping[int, str], header: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The first epoch whose model should be in the folder and is not, or is another one; and what is wrong."""
     for epoch, name in sorted(names.items()):
         path = kept / name
         if not path.exists():
             return epoch, f"{path} is missing"
         try:
-            is_of_epoch = read_tensors(path)[1].get("epoch") == epoch
+            is_the_one = read_tensors(path)[1].items() >= {**header, "epoch": epoch}.items()
         except UnreadableFileError:
             raise  # it is for people to fix the disk
         except SwapError:
-            is_of_epoch = False
-        if not is_of_epoch:
-            return epoch, f"{path} is damaged"
+            is_the_one = False
+        if not is_the_one:
+            return epoch, f"{path} is damaged or of another run"
     return None

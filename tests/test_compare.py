@@ -165,7 +165,7 @@ def test_every_method_becomes_an_experiment_and_what_they_share_runs_once(compar
 def test_a_second_comparison_runs_nothing(compared: StandIn) -> None:
     compared.forget_runs()
     output = compared.swap("compare").stdout
-    assert "3 experiments, of which 3 are up to date" in output
+    assert "3 of 3 experiments are up to date" in output
     assert compared.ran() == []
 
 
@@ -200,7 +200,7 @@ def test_methods_change_the_recipe_whatever_an_applied_experiment_left_in_params
     compared.forget_runs()
     compared.run("dvc", "exp", "apply", "small_batch-0")
     output = compared.swap("compare").stdout
-    assert "of which 3 are up to date" in output
+    assert "3 of 3 experiments are up to date" in output
     assert "note: params.yaml is not used for " in output
     assert "phase2.epochs (0, recipe 8)" in output
     assert compared.ran() == []
@@ -309,7 +309,7 @@ def test_an_interrupted_comparison_ends_what_it_started_and_keeps_edits(fresh: S
         process.send_signal(number)
         output, _ = process.communicate(timeout=SLOW)
         assert process.returncode == 130
-    assert "interrupted: `swap compare` resumes" in output
+    assert "interrupted; run `swap compare` again to resume" in output
     assert not fresh.processes() and not fresh.folders() and not fresh.shown()
     assert (fresh.root / "params.yaml").read_text() == edited
 

@@ -218,3 +218,18 @@ def test_a_check_that_breaks_does_not_end_the_others(here: Project, monkeypatch:
 
     assert found("DVC", "note") == ["could not be looked at (RuntimeError: out of order)"]
     assert found("git")
+
+
+@pytest.mark.parametrize("obstacle", ["file", "dangling link"])
+def test_what_stands_in_the_place_of_scratch_is_a_problem(finished: Project, obstacle: str) -> None:
+    scratch = finished.root / ".swap"
+    shutil.rmtree(scratch)
+    if obstacle == "file":
+        scratch.write_text("")
+    else:
+        scratch.symlink_to("nowhere")
+
+    done = finished.run(sys.executable, "-m", "swap_pipeline.cli", "doctor", check=False)
+
+    assert done.returncode == 1
+    assert ".swap is in the way, since a folder belongs there" in done.stdout

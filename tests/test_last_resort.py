@@ -143,6 +143,7 @@ def test_closed_streams_do_not_matter(finished: Project, streams: str) -> None:
         ({"TORCHELASTIC_RUN_ID": "none"}, ["TORCHELASTIC_RUN_ID of another job", "unset TORCHELASTIC_RUN_ID"]),
         ({"SWAP_JOB": "/gone", "RANK": "0"}, ["SWAP_JOB of another job", "without WORLD_SIZE"]),
         ({"SWAP_JOB": "/gone", "RANK": "9" * 5000, "WORLD_SIZE": "x"}, ["SWAP_JOB of another job"]),
+        ({"SWAP_JOB": "/gone", "RANK": "0", "WORLD_SIZE": "1"}, ["without SWAP_WORLD_SIZE", "unset SWAP_JOB"]),
         ({"SWAP_JOB": "/gone", "SWAP_PARENT_PID": "1234567"}, ["SWAP_PARENT_PID is 1234567, a process that is gone"]),
     ],
 )

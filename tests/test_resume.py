@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import Project, made_once
 
+from swap_pipeline.checkpoint import read_tensors, write_tensors
 from swap_pipeline.launch import this_machine
 
 TWO_RANKS = {"SWAP_NPROC": "2"}
@@ -244,7 +245,13 @@ def flip_a_byte(path: Path) -> None:
         file.write(bytes([byte ^ 16]))
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, flip_a_byte], ids=["lost", "damaged"])
+def exchange(path: Path) -> None:
+    """Put a whole model of another seed in its place."""
+    tensors, info = read_tensors(path)
+    write_tensors(path, tensors, {**info, "seed": info["seed"] + 1})
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip_a_byte, exchange], ids=["lost", "damaged", "exchanged"])
 def test_a_kept_model_that_was_harmed_before_the_resume_is_made_again(
     harm: Callable[[Path], None], undisturbed: Project, tmp_path: Path
 ) -> None:

@@ -86,6 +86,56 @@ def test_code_that_is_edited_while_phase_1_trains_ends_in_one_line(project: Proj
     assert "trained before, taken from" in project.dvc("repro", "phase1")
 
 
+def test_code_that_was_another_for_a_moment_while_a_rank_started_trains_nothing(finished: Project) -> None:
+    """As `git stash; git stash pop` leaves it: the same bytes as before, but the rank may have imported others."""
+    finished.set_params({"phase1.peak_lr": 0.3})
+    sleepy = finished.root / "sleepy"
+    sleepy.mkdir()
+    # torch is imported once a rank has read its own modules: time enough to go back.
+    (sleepy / "sitecustomize.py").write_text(
+        "import os, pathlib, sys\n"
+        "if 'SWAP_JOB' in os.environ:\n"
+        "    code = pathlib.Path('stages/phase1.py')\n"
+        "    code.write_bytes(code.read_bytes())\n"
+    )
+
+    done = finished.stage("phase1", PYTHONPATH=str(sleepy))
+
+    assert done.returncode == 1
+    assert "phase1: code or params were written to while it started: run `dvc repro` again" in done.stderr
+    assert finished.trained("phase1") == 1
+    assert finished.stage("phase1").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (lambda project: project.set_params({"phase2.peak_lr": 0.03}), "phase2.peak_lr"),
+        (lambda project: append(project.root / "stages/phase2.py", "# edited\n"), "stages/phase2.py"),
+    ],
+    ids=["params", "code"],
+)
+def test_workers_trained_before_and_after_an_edit_are_not_averaged(
+    edit: Callable[[Project], object], named: str, finished: Project
+) -> None:
+    """DVC runs them one after another: each is right for itself."""
+    edit(finished)
+    finished.dvc("repro", "phase2@1", SWAP_FANOUT="0")
+    before = finished.bytes_of("checkpoints/phase3/model.safetensors")
+
+    done = finished.run("dvc", "repro", "--single-item", "--force", "phase3", check=False)
+
+    assert done.returncode != 0
+    (error,) = errors_in(done.stderr)
+    assert "was trained with another" in error and named in error
+    finished.dvc("repro")
+    assert finished.bytes_of("checkpoints/phase3/model.safetensors") != before or named.endswith(".py")
+
+
+def append(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + text)
+
+
 def test_a_file_that_is_written_again_as_it_was_is_no_change(project: Project) -> None:
     project.set_params({"phase1.max_epochs": 30})
     code_file = project.root / "swap_pipeline" / "training.py"
@@ -153,6 +203,7 @@ HARMS: dict[str, Callable[[Path], object]] = {
     ),
     "lost kept model": lambda result: (result / "epoch_2.safetensors").unlink(),
     "emptied": lambda result: [path.unlink() for path in result.iterdir()],
+    "a file in its place": lambda result: (shutil.rmtree(result), result.write_text("")),
     "no digests": lambda result: (result / "digests.json").write_text("{}"),
 }
 
@@ -172,7 +223,7 @@ def test_a_damaged_result_in_scratch_is_set_aside_and_made_again(
         r"warning: \S+/result is damaged \(.+\): it is set aside as result.damaged and made again", warning
     )
     assert "phase1: epoch 3/3" in done.stdout
-    assert (folder / "result.damaged").is_dir()
+    assert (folder / "result.damaged").exists()
     for name in ("model", "epoch_2"):
         file = f"checkpoints/phase1/{name}.safetensors"
         assert finished.bytes_of(file) == finished_project.bytes_of(file)
