@@ -19,7 +19,7 @@ from swap_pipeline.instances import PHASE1, Instance, worker
 from swap_pipeline.launch import job_with, run_fan_out
 from swap_pipeline.params import Params, read_params
 from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.scratch import JobFolder, collect
 
 
 @click.command(help=__doc__)
@@ -38,7 +38,7 @@ def main(text: str | None) -> None:
             job=lambda instance: job_with(instance, share),
         )
     if collects():
-        folder.collect(instance)
+        collect(folder, instance)
 
 
 def seed_in_dvc() -> str:

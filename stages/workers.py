@@ -30,12 +30,12 @@ def main() -> None:
 def average_some(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
     """Be one of the ranks."""
     from swap_pipeline.distributed import process_group
-    from swap_pipeline.schedules import models_of_cycles
+    from swap_pipeline.schedules import LAST_MODEL, models_of_cycles
     from swap_pipeline.setting import setting_of
     from swap_pipeline.subsets import run_subsets_job
 
     cycles = models_of_cycles(epochs=params.phase2.epochs, cycles=params.phase2.cycles)
-    names = [*cycles.values(), "model.safetensors"]
+    names = [*cycles.values(), LAST_MODEL]
     folders = {seed: worker(seed).checkpoints for seed in params.workers.seeds}
     with process_group() as group:
         run_subsets_job(

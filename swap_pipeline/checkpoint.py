@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from swap_pipeline.errors import DamagedFileError, SwapError, shown
 from swap_pipeline.files import atomic_write, open_plain, read_json, write_json
+from swap_pipeline.schedules import LAST_MODEL
 from swap_pipeline.scratch import JobFolder
 
 METADATA_KEY = "swap_pipeline"
@@ -383,6 +384,5 @@ def write_result(
     """Complete a job: the network, with nothing in it that differs from run to run, what is known of the run, and the
     models that were `kept` on the way."""
     with folder.complete(kept=kept) as result:
-        write_tensors(result / "model.safetensors", network.state_dict(), info)
+        write_tensors(result / LAST_MODEL, network.state_dict(), info)
         write_json(result / "record.json", record)
-    drop_snapshots(folder.path)

@@ -366,25 +366,25 @@ def augmented(
     pixels = batch.pixels.permute(0, 2, 3, 1)
     number, height, width, channels = pixels.shape
     if choices.flip is not None:
-        pixels = _flipped(pixels, choices.flip)
+        pixels = flipped(pixels, choices.flip)
     if padding:
         assert choices.top is not None and choices.left is not None
         # What is flipped already is cropped from the other side.
         left = choices.left if choices.flip is None else choices.left.where(~choices.flip, 2 * padding - choices.left)
-        lines = _crops(pixels, choices.top, left, padding)
+        lines = crops(pixels, choices.top, left, padding)
     else:
         lines = pixels.reshape(number, height, width * channels)
     mean, std = (values.view(-1).repeat(width) for values in (batch.mean, batch.std))
     seen = lines.to(torch.float32).sub_(mean).div_(std).view(number, height, width, channels)
     if cutout:
         assert choices.cut_top is not None and choices.cut_left is not None
-        cut_out = _cut_out_by_index if seen.device.type == "cpu" else _cut_out_by_mask
+        cut_out = cut_out_by_index if seen.device.type == "cpu" else cut_out_by_mask
         cut_out(seen, choices.cut_top, choices.cut_left, cutout)
     seen = seen.permute(0, 3, 1, 2)
     return seen if channels_last else seen.contiguous(), batch.labels
 
 
-def _flipped(pixels: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
+def flipped(pixels: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
     """Images N×H×W×C, some of them mirrored."""
     if pixels.device.type != "cpu" or pixels[0].numel() <= _SMALL_IMAGE:
         return torch.where(flip[:, None, None, None], pixels.flip(2), pixels)
@@ -393,7 +393,7 @@ def _flipped(pixels: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
     return pixels
 
 
-def _crops(pixels: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> torch.Tensor:
+def crops(pixels: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> torch.Tensor:
     """Of images N×H×W×C, reflected beyond their edges, a crop each of their own size, N×H×W·C."""
     number, height, width, channels = pixels.shape
     before, after = pixels[:, :, 1 : padding + 1].flip(2), pixels[:, :, width - 1 - padding : width - 1].flip(2)
@@ -404,13 +404,13 @@ def _crops(pixels: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding:
     return wide.unfold(2, width * channels, channels)[each[:, None], rows, left[:, None]]
 
 
-def _cut_out_by_index(batch: torch.Tensor, top: torch.Tensor, left: torch.Tensor, size: int) -> None:
+def cut_out_by_index(batch: torch.Tensor, top: torch.Tensor, left: torch.Tensor, size: int) -> None:
     """Give a square of each image, N×H×W×C, the mean colour: 0 after normalising."""
     each, side = torch.arange(len(batch))[:, None, None], torch.arange(size)
     batch[each, (top[:, None] + side)[:, :, None], (left[:, None] + side)[:, None, :]] = 0.0
 
 
-def _cut_out_by_mask(batch: torch.Tensor, top: torch.Tensor, left: torch.Tensor, size: int) -> None:
+def cut_out_by_mask(batch: torch.Tensor, top: torch.Tensor, left: torch.Tensor, size: int) -> None:
     """The same for a GPU, which would sort all indices to be deterministic."""
     _, height, width, _ = batch.shape
     hidden = _inside(height, top, size)[:, :, None] & _inside(width, left, size)[:, None, :]

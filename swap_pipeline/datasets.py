@@ -92,7 +92,7 @@ class _Prepared:
 
 def prepare(data: Data, folder: Path) -> str:
     """Write the named data set to `folder`; returns a line about it, and one for each thing that people should know."""
-    if data.name in _FROM_ARRAYS:
+    if data.name in FROM_ARRAYS:
         made = _from_arrays(data)
     elif data.name in TEST_FOLDERS:
         made = _from_folder(data)
@@ -106,7 +106,7 @@ def prepare(data: Data, folder: Path) -> str:
 
 def unknown(name: str) -> SwapError:
     """What is said of a data set that nobody knows."""
-    known = [*_FROM_ARRAYS, *TEST_FOLDERS]
+    known = [*FROM_ARRAYS, *TEST_FOLDERS]
     closest = difflib.get_close_matches(name.lower(), known, n=2)
     hint = f"did you mean {' or '.join(closest)}? Known are" if closest else "choose one of"
     return SwapError(f"params.yaml: data.name is {name!r}: {hint} {', '.join(known)}")
@@ -139,7 +139,7 @@ def _list_hash(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _from_arrays(data: Data) -> _Prepared:
-    source = _FROM_ARRAYS[data.name](data.root)
+    source = FROM_ARRAYS[data.name](data.root)
     chosen, notes = _chosen(source.train_labels.numpy(), source.classes, data)
     train_images, train_labels = source.train_images, source.train_labels
     if chosen is not None:
@@ -288,7 +288,7 @@ def _cifar(path: Path, train: Sequence[str], test: str, names: str, *, num_label
     )
 
 
-_FROM_ARRAYS: dict[str, Callable[[str], Source]] = {
+FROM_ARRAYS: dict[str, Callable[[str], Source]] = {
     "fashion-mini": _fashion_mini,
     "fashion-mnist": _fashion_mnist,
     "cifar10": _cifar10,

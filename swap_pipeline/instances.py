@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swap_pipeline.schedules import LAST_MODEL
+
 PHASES = ("phase1", "phase2", "phase3")
 ANALYSES = ("landscape", "cosine", "workers")
 
@@ -61,7 +63,7 @@ class Instance:
 
     @property
     def model(self) -> Path:
-        return self.checkpoints / "model.safetensors"
+        return self.checkpoints / LAST_MODEL
 
     @property
     def record(self) -> Path:

@@ -25,7 +25,7 @@ from swap_pipeline.local import Local
 from swap_pipeline.progress import Display
 from swap_pipeline.ranks import Interrupted, collects, is_orphan, is_rank, job_of_rank
 from swap_pipeline.sbatch import Sbatch
-from swap_pipeline.scratch import JobFolder, job_folder
+from swap_pipeline.scratch import JobFolder, collect, job_folder, set_aside_damaged
 from swap_pipeline.srun import Srun
 
 _OPEN_FILES = 256
@@ -106,7 +106,7 @@ def _quiet_dvc() -> Iterator[None]:
 def run_one(job: Job) -> JobFolder:
     """Run a job that has the devices to itself; returns its folder, with the result in it."""
     _say_unlisted(job)
-    job.folder.set_aside_damaged()
+    set_aside_damaged(job.folder)
     if job.folder.is_complete:
         _say_taken(job)
     if failures := run_jobs([job]):
@@ -123,7 +123,7 @@ def run_alone(instance: Instance, *, shards: int, be_a_rank: Callable[[JobFolder
         share = share_of_phase1(this_machine(), shards=shards, at_most=environment.num_processes())
         folder = run_one(job_with(instance, share))
     if collects():
-        folder.collect(instance)
+        collect(folder, instance)
 
 
 def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[Instance], Job]) -> JobFolder:
@@ -133,7 +133,7 @@ def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[I
     """
     own = job(asked)
     _say_unlisted(own)
-    own.folder.set_aside_damaged()
+    set_aside_damaged(own.folder)
     if own.folder.is_complete:
         _say_taken(own)
     else:

@@ -158,7 +158,7 @@ def run_stage(main: Callable[[], Any]) -> None:
         die_with_parent()
     try:
         if is_rank():
-            _check_variables()
+            check_variables()
             with quick_imports():
                 import torch  # noqa: F401
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -176,7 +176,7 @@ def run_stage(main: Callable[[], Any]) -> None:
             print("interrupted: `dvc repro` goes on from here", flush=True)
         sys.exit(128 + interrupted.number)
     except Stopped:
-        _leave_for_launcher("asked to end, state kept", kind=STOPPED)  # exit code 0: torchrun takes others for failures
+        leave_for_launcher("asked to end, state kept", kind=STOPPED)  # exit code 0: torchrun takes others for failures
     except Exception as error:
         if is_rank():
             _tell_launcher(error)
@@ -187,7 +187,7 @@ def run_stage(main: Callable[[], Any]) -> None:
 
 
 def _fail(message: str) -> None:
-    _leave_for_launcher(message)
+    leave_for_launcher(message)
     print(f"error: {printable(message, keep=NEW_LINES)}", file=sys.stderr, flush=True)
     sys.exit(1)
 
@@ -197,17 +197,17 @@ def _tell_launcher(error: Exception) -> None:
     if message := remedy_of(error):
         _fail(message)
     if message := _of_other_ranks(error):
-        _leave_for_launcher(message, kind=LOST)
+        leave_for_launcher(message, kind=LOST)
         time.sleep(2)  # so that every other rank that waits has the time to say so too
         return
     who = f"{UNEXPECTED} error in rank {os.environ['RANK']}"
     if isinstance(error, HANDLED) and not is_debugging():
-        _leave_for_launcher(line_of(error, doing=who))
+        leave_for_launcher(line_of(error, doing=who))
     else:
-        _leave_for_launcher(f"{who}\n{traceback.format_exc()}")
+        leave_for_launcher(f"{who}\n{traceback.format_exc()}")
 
 
-def _check_variables() -> None:
+def check_variables() -> None:
     """That who calls this process a rank also says which one: an exported variable may have been left behind."""
     missing = [name for name in ("RANK", "WORLD_SIZE") if not os.environ.get(name, "").isdecimal()]
     stale = [name for name in (JOB, "TORCHELASTIC_RUN_ID") if name in os.environ]
@@ -228,7 +228,7 @@ def _of_other_ranks(error: Exception) -> str:
     return ""
 
 
-def _leave_for_launcher(message: str, *, kind: str = SAID) -> None:
+def leave_for_launcher(message: str, *, kind: str = SAID) -> None:
     """A rank's standard error goes to a log; its launcher shows what stands in this file."""
     if JOB in os.environ and "RANK" in os.environ:
         with contextlib.suppress(OSError):  # on a full disk; the launcher looks at that too

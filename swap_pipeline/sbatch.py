@@ -41,11 +41,11 @@ from swap_pipeline.slurm import Patience, SilentControllerError, ask
 TICKET = "slurm_job"
 LOGS = "slurm"
 """in scratch: what Slurm itself has to say of jobs"""
-_OVER = {
+OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
-_LAG_SECONDS = 60
+LAG_SECONDS = 60
 """after which a finished job's files are to be seen here too; NFS may remember so long that there are none"""
 _PLACE_SECONDS = 60
 """after which the place in the queue is looked up again"""
@@ -171,12 +171,12 @@ class Sbatch:
 
     def _find(self, claimed: Sequence[tuple[Job, Lock]], display: Display) -> list[Submitted]:
         """Those that an earlier launcher submitted and that are not over."""
-        tickets = {job: ticket for job, _ in claimed if (ticket := _ticket_in(job.folder.path))}
+        tickets = {job: ticket for job, _ in claimed if (ticket := ticket_in(job.folder.path))}
         states = self._settled({ticket.name for ticket in tickets.values()}, display)
         alive = [
             Submitted(job, lock, tickets[job], self._queue, state.id)
             for job, lock in claimed
-            if job in tickets and (state := states.get(tickets[job])) and state.word not in _OVER
+            if job in tickets and (state := states.get(tickets[job])) and state.word not in OVER
         ]
         for work in alive:
             state = states[work.ticket]
@@ -188,7 +188,7 @@ class Sbatch:
 
     def _settled(self, names: Collection[str], display: Display) -> dict[Ticket, State]:
         """What has become of jobs of these names; of one that is ending, whether it comes back."""
-        deadline = time.monotonic() + _LAG_SECONDS
+        deadline = time.monotonic() + LAG_SECONDS
         while True:
             try:
                 states = self._queue.look(names)
@@ -278,7 +278,7 @@ class Sbatch:
     def interrupted(self, number: int, display: Display) -> str:
         """Ctrl-C at a terminal asks; whatever else ends the launcher leaves the jobs alone."""
         numbers = [work.number for work in self._at_work if not work.released]
-        unsure = ", ".join(job.name for job in self._starting if _ticket_in(job.folder.path))
+        unsure = ", ".join(job.name for job in self._starting if ticket_in(job.folder.path))
         perhaps = f"{unsure} may have been submitted, `dvc repro` finds it if so" if unsure else ""
         if not numbers:
             return f"interrupted: {perhaps or 'no Slurm job is at work'}"
@@ -305,17 +305,17 @@ def _shape(job: Job) -> tuple[object, ...]:
 
 def is_in_queue(folder: Path) -> bool:
     """Whether the job of this folder may be waiting or running: also if Slurm does not say."""
-    ticket = _ticket_in(folder)
+    ticket = ticket_in(folder)
     if ticket is None or JobFolder(folder).is_complete or shutil.which("squeue") is None:
         return False
     try:
         state = Queue().look({ticket.name}).get(ticket)
     except SwapError:
         return True
-    return state is not None and state.word not in _OVER
+    return state is not None and state.word not in OVER
 
 
-def _ticket_in(folder: Path) -> Ticket | None:
+def ticket_in(folder: Path) -> Ticket | None:
     try:
         return Ticket(**read_json(folder / TICKET))
     except (SwapError, TypeError):
@@ -364,13 +364,13 @@ class Submitted:
         if self.job.folder.is_complete:
             return True
         now = self._queue.states.get(self.ticket)
-        if now.word not in _OVER if now else self._queue.looked < self._began:
+        if now.word not in OVER if now else self._queue.looked < self._began:
             self._over_since = None
             return False
         self._over_since = self._over_since or time.monotonic()
         # Where several machines share files, one sees late what another has written: after code 0, the result.
         last_word = self._code or (now and now.word not in ("COMPLETED", "FAILED"))
-        return bool(last_word) or time.monotonic() - self._over_since > _LAG_SECONDS
+        return bool(last_word) or time.monotonic() - self._over_since > LAG_SECONDS
 
     @property
     def _code(self) -> int | None:

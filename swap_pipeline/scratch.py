@@ -25,7 +25,7 @@ import xxhash
 
 from swap_pipeline.environment import project_folder
 from swap_pipeline.errors import DamagedFileError, SwapError
-from swap_pipeline.files import atomic_write, read_json, write_json
+from swap_pipeline.files import copy_file, read_json, write_json
 from swap_pipeline.inputs import Inputs
 from swap_pipeline.instances import Instance
 
@@ -123,21 +123,6 @@ class JobFolder:
             return f"{path.name} is missing or cannot be read"
         return ""
 
-    def set_aside_damaged(self) -> None:
-        """Of a complete job: a result that is not as it was written must not be given out, but made again."""
-        lock = Lock(self.path / "launcher.lock")
-        if not self.is_complete or not lock.try_acquire():
-            return
-        try:
-            if reason := self.damage():
-                aside = self.path / f"{RESULT}.damaged"
-                shutil.rmtree(aside, ignore_errors=True)
-                self.result.rename(aside)
-                what = f"{self.result} is damaged ({reason})"
-                print(f"warning: {what}: it is set aside as {aside.name} and made again", flush=True)
-        finally:
-            lock.release()
-
     def check_inputs(self) -> None:
         """For a rank that has read params, code and data: they must be those that its folder was named after."""
         if self.inputs is not None:
@@ -167,35 +152,6 @@ class JobFolder:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def collect(self, instance: Instance) -> None:
-        """Put the result where DVC expects it, if it is whole and what it was made from is as it was.
-
-        A copy, since the workspace's file may share an inode with DVC's cache: what damages that must not damage this.
-        What a launcher that was killed here left behind goes.
-        """
-        if reason := self.damage():
-            raise SwapError(f"{self.result} is damaged ({reason}): run `dvc repro` again, which makes it again")
-        self._check_current()
-        for leftover in instance.record.parent.glob(f".{instance.record.name}.*.tmp"):
-            leftover.unlink(missing_ok=True)
-        if instance.has_models:
-            made = [self.result / name for name in sorted(self.digests()) if name.endswith(".safetensors")]
-            checkpoints = instance.checkpoints
-            checkpoints.mkdir(parents=True, exist_ok=True)
-            for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
-                stale.unlink()
-            for leftover in checkpoints.glob(".*.tmp"):
-                leftover.unlink(missing_ok=True)
-            for path in made:
-                _copy(path, checkpoints / path.name)
-        _copy(self.result / RECORD, instance.record)
-        self._check_current()  # again, since copies take time: DVC takes note of params and deps after this
-
-    def _check_current(self) -> None:
-        if self.inputs is not None:
-            kept = f"its result stays in {self.path}"
-            self.inputs.check(when="while it ran", remedy=f"{kept}; run `dvc repro` again")
-
 
 def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:
     """Remove `seed_<S>` and `seed_<S>.json` of seeds that are not listed; returns what was removed."""
@@ -219,23 +175,7 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # not on all file systems
-        _copy(source, target)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A copy, whole or absent; on file systems that can (XFS, btrfs) both share their blocks until one is changed.
-
-    Not forced to disk: the source is, and a copy that a power cut tears fails its digests.
-    """
-    with source.open("rb", buffering=0) as given, atomic_write(target, durable=False) as taken:
-        left = os.fstat(given.fileno()).st_size
-        with contextlib.suppress(AttributeError, OSError):  # not everywhere, nor between all file systems
-            while left and (count := os.copy_file_range(given.fileno(), taken.fileno(), left)):
-                left -= count
-        if left:
-            given.seek(-left, os.SEEK_END)
-            taken.seek(0, os.SEEK_END)
-            shutil.copyfileobj(given, taken, 1 << 22)  # which also finds out if the disk is full
+        copy_file(source, target)
 
 
 def _digest(path: Path) -> str:
@@ -328,3 +268,50 @@ class Lock:
         except (OSError, UnicodeDecodeError):
             return "?"
         return text if text.isdecimal() else "?"
+
+
+def set_aside_damaged(folder: JobFolder) -> None:
+    """Of a complete job: a result that is not as it was written must not be given out, but made again."""
+    lock = Lock(folder.path / LAUNCHER_LOCK)
+    if not folder.is_complete or not lock.try_acquire():
+        return
+    try:
+        if reason := folder.damage():
+            aside = folder.path / f"{RESULT}.damaged"
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.result.rename(aside)
+            what = f"{folder.result} is damaged ({reason})"
+            print(f"warning: {what}: it is set aside as {aside.name} and made again", flush=True)
+    finally:
+        lock.release()
+
+
+def collect(folder: JobFolder, instance: Instance) -> None:
+    """Put the result where DVC expects it, if it is whole and what it was made from is as it was.
+
+    A copy, since the workspace's file may share an inode with DVC's cache: what damages that must not damage this.
+    What a launcher that was killed here left behind goes.
+    """
+    if reason := folder.damage():
+        raise SwapError(f"{folder.result} is damaged ({reason}): run `dvc repro` again, which makes it again")
+    _check_current(folder)
+    for leftover in instance.record.parent.glob(f".{instance.record.name}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+    if instance.has_models:
+        made = [folder.result / name for name in sorted(folder.digests()) if name.endswith(".safetensors")]
+        checkpoints = instance.checkpoints
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
+            stale.unlink()
+        for leftover in checkpoints.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        for path in made:
+            copy_file(path, checkpoints / path.name)
+    copy_file(folder.result / RECORD, instance.record)
+    _check_current(folder)  # again, since copies take time: DVC takes note of params and deps after this
+
+
+def _check_current(folder: JobFolder) -> None:
+    if folder.inputs is not None:
+        kept = f"its result stays in {folder.path}"
+        folder.inputs.check(when="while it ran", remedy=f"{kept}; run `dvc repro` again")

@@ -222,6 +222,7 @@ def run_training_job(
                     f"{UNEXPECTED} loss: {what}: run `dvc repro`, which repeats it from before epoch {epoch}"
                 )
             write_result(folder, network, info, {**record.as_json(), **about}, kept=kept.values())
+            drop_snapshots(folder.path)
 
 
 def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str]) -> None:

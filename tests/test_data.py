@@ -315,8 +315,8 @@ def test_squares_are_cut_out_alike_by_index_and_by_mask(size: int) -> None:
     top, left = (torch.randint(length - size + 1, (20,), generator=generator) for length in (8, 9))
     by_index, by_mask = pixels.clone(), pixels.clone()
 
-    data._cut_out_by_index(by_index, top, left, size)
-    data._cut_out_by_mask(by_mask, top, left, size)
+    data.cut_out_by_index(by_index, top, left, size)
+    data.cut_out_by_mask(by_mask, top, left, size)
 
     assert torch.equal(by_index, by_mask) and not torch.equal(by_index, pixels)
 

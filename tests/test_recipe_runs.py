@@ -27,7 +27,7 @@ from swap_pipeline.files import read_json
 from swap_pipeline.instances import PHASE1, Instance, worker
 from swap_pipeline.params import Params, read_params
 from swap_pipeline.schedules import by_epoch
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.scratch import JobFolder, collect
 
 RANDOM = np.random.default_rng(0)
 
@@ -162,7 +162,7 @@ def run_here(instance: Instance, run: Callable[[JobFolder], None]) -> None:
     """What a stage does, in this process."""
     folder = JobFolder(Path("scratch") / instance.stage_name)
     run(folder)
-    folder.collect(instance)
+    collect(folder, instance)
 
 
 def run_all(params: Params) -> None:
