@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.check import check
-from swap_pipeline.files import write_text
-from swap_pipeline.ranks import run_stage
+from swap_pipeline.datasets.check import check
+from swap_pipeline.runtime.stage_process import run_stage
+from swap_pipeline.storage.files import write_text
 
 
 @click.command(help=__doc__)

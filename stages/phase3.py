@@ -13,12 +13,15 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.instances import Instance, worker
-from swap_pipeline.launch import run_alone
-from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import is_rank, run_stage
-from swap_pipeline.schedules import models_if_ended
-from swap_pipeline.scratch import JobFolder, remove_unlisted
+from swap_pipeline.config.instances import Instance, worker
+from swap_pipeline.config.kept_models import models_if_ended
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.launch.collecting import remove_unlisted
+from swap_pipeline.launch.stage_jobs import run_alone
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.rank import is_rank
+from swap_pipeline.runtime.stage_process import run_stage
 
 PHASE3 = Instance(stage="phase3")
 
@@ -42,11 +45,11 @@ def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int
 
 def average_workers(params: Params, folder: JobFolder) -> None:
     """Algorithm 1, phase 3, as one of its ranks; and the average had phase 2 ended earlier, at `phase2.keep_epochs`."""
-    from swap_pipeline.averaging import check_origin
-    from swap_pipeline.averaging_job import run_averaging_job
-    from swap_pipeline.distributed import process_group
-    from swap_pipeline.schedules import label_of_epoch, models_to_keep
-    from swap_pipeline.setting import setting_of
+    from swap_pipeline.averaging.job import run_averaging_job
+    from swap_pipeline.averaging.mean import check_origin
+    from swap_pipeline.config.common_params import setting_of
+    from swap_pipeline.config.kept_models import label_of_epoch, models_to_keep
+    from swap_pipeline.engine.distributed import process_group
 
     phase2, seeds = params.phase2, params.workers.seeds
     models = {

@@ -153,7 +153,7 @@ def make_project(root: Path) -> Project:
     """The files of this repository with 240 training and 120 test images, committed to a git of its own."""
     import torch
 
-    from swap_pipeline.checkpoint import read_tensors, write_tensors
+    from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
 
     root.mkdir(parents=True)
     for name in ("stages", "swap_pipeline"):

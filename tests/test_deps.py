@@ -13,8 +13,8 @@ import pytest
 from conftest import ROOT
 from ruamel.yaml import YAML
 
-from swap_pipeline.inputs import declared_stage
-from swap_pipeline.instances import ANALYSES, PHASE1, Instance, worker
+from swap_pipeline.config.instances import ANALYSES, PHASE1, Instance, worker
+from swap_pipeline.runtime.inputs import declared_stage
 
 # They decide where and how visibly a job runs, whose code makes the network, what an error says; not what is computed.
 CANNOT_CHANGE_A_RESULT = {
