@@ -163,6 +163,7 @@ def make_project(root: Path) -> Project:
         "analysis/dvc.yaml",
         "analysis/params.yaml",
         "analysis/.gitignore",
+        "analysis/.dvcignore",
         "analysis/.dvc/config",
         "analysis/.dvc/.gitignore",
         ".gitignore",
@@ -172,6 +173,7 @@ def make_project(root: Path) -> Project:
     ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
+    (root / "analysis" / "swap_pipeline").symlink_to("../swap_pipeline")
     shutil.copytree(ROOT / ".dvc" / "plots", root / ".dvc" / "plots")
     shutil.copytree(ROOT / "recipes", root / "recipes")
     shutil.copy(ROOT / "recipes" / "fashion-mini.yaml", root / "params.yaml")  # whatever the user has made of his own

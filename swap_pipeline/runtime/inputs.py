@@ -169,12 +169,17 @@ def _lookup(tree: Any, dotted: str) -> Any:
 def hash_of(path: Path) -> Any:
     """A hash of a file, or of each file in a folder by name; a file that was not written to since is not read again."""
     if path.is_dir():
-        return {entry.name: hash_of(entry) for entry in sorted(path.iterdir()) if entry.name != "__pycache__"}
+        return {entry.name: hash_of(entry) for entry in sorted(path.iterdir()) if not _is_bytecode(entry.name)}
     try:
         status = path.stat()
         return _hash_once(path.absolute(), (*_stamp(status), status.st_ctime_ns))
     except FileNotFoundError:
         raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
+
+
+def _is_bytecode(name: str) -> bool:
+    """What Python writes beside code that it imports, also while a stage runs; `.dvcignore` hides it from DVC."""
+    return name == "__pycache__" or name.endswith(".pyc")
 
 
 def stamp_of(path: Path) -> Any:
@@ -189,7 +194,7 @@ def _stamp_of_folder(folder: str) -> str:
     """One for all files in it, of which there may be millions."""
     digest = hashlib.sha256()
     with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
+        for entry in sorted((each for each in entries if not _is_bytecode(each.name)), key=lambda entry: entry.name):
             is_folder = entry.is_dir(follow_symlinks=False)
             stamp = _stamp_of_folder(entry.path) if is_folder else _stamp(entry.stat(follow_symlinks=False))
             digest.update(f"{entry.name!r} {stamp}".encode())
