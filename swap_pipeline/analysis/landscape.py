@@ -1,9 +1,4 @@
-"""Train and test error over planes in weight space (the paper's Figures 2 and 3), as a job.
-
-At each point: the weights, then batch-norm statistics of their own from a pass over training images, then the errors.
-A point is wholly on one rank, so its errors are the same however many ranks there are. What is done is kept, so that a
-killed job goes on.
-"""
+"""Planes in weight space (the paper's Figures 2 and 3): which models span them, their points, and the record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Landscapes as a job: the errors at every point, shared by the ranks."""
+"""Train and test error over planes in weight space, as a job.
+
+At each point: the weights, then batch-norm statistics of their own from a pass over training images, then the errors.
+A point is wholly on one rank, so its errors are the same however many ranks there are. What is done is kept, so that a
+killed job goes on.
+"""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ def open_sample(
             return images
         indices = indices.to(group.device)
         return replace(images, pixels=images.pixels[indices], labels=images.labels[indices])
-    from swap_pipeline.data.loader import (
-        FileImages,  # with torchvision, which doubles the time that a rank needs to start
-    )
+    from swap_pipeline.data.loader import FileImages  # with torchvision, which doubles a rank's start-up time
 
     index = TensorFile(PREPARED / f"{split}.safetensors")
     indices = chosen(len(index.read("labels")), count, seed=seed, split=split)

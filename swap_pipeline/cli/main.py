@@ -333,7 +333,3 @@ def _own_network() -> str | None:
         return read_params().model.name
     except SwapError:
         return None
-
-
-if __name__ == "__main__":
-    main(prog_name="swap")

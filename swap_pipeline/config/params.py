@@ -1,8 +1,7 @@
-"""`params.yaml` as frozen, checked objects.
+"""`params.yaml` as frozen objects; `reading` makes them of the file.
 
 Every knob is declared here once: its name, type, range, meaning and, unless the file must say it, its default. A
-params file holds what people tune; whatever else is declared here may be added to it. Each error names the dotted key,
-the value found and the way out.
+params file holds what people tune; whatever else is declared here may be added to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tree of YAML as frozen objects: unknown keys, wrong types and values out of range are named by their key."""
+"""A YAML file as frozen, checked objects. Each error names the dotted key, the value found and the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`params.yaml` read and checked: also what no entry shows by itself, since it depends on several."""
+"""`params.yaml`, read and checked, including the rules that involve several entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning rate, batch size and image size as pure functions of the fractional epoch; which epochs leave a model."""
+"""Learning rate, batch size and image size as pure functions of the fractional epoch."""
 
 from __future__ import annotations
 

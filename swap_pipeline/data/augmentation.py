@@ -1,4 +1,4 @@
-"""Batches, normalised and augmented by what was drawn for them."""
+"""The augmentations of a batch: mirrored, cropped, cut out, by what was drawn for each image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""All that chance decides in an epoch, drawn at once from (seed, epoch), and which images are in which step."""
+"""What chance decides in an epoch, and which images are in which step.
+
+Everything random in an epoch is drawn for the whole epoch from (seed, epoch) and then sliced by step and rank. Nothing
+depends on how often the process was started or on how many ranks share the work.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Prepared data in memory: reading it, the order of an epoch, and batches with their augmentation.
-
-Everything random in an epoch is drawn for the whole epoch from (seed, epoch) and then sliced by step and rank. Nothing
-depends on how often the process was started or on how many ranks share the work.
-"""
+"""Prepared images in memory, and batches of them; `Split` is what images in files can do too."""
 
 from __future__ import annotations
 

@@ -45,9 +45,6 @@ class Source:
     test_labels: torch.Tensor
 
 
-# --- data sets that come as arrays
-
-
 def _fashion_mini(_root: str) -> Source:
     """10,000 training images (1,000 a class) and the whole test set of Fashion-MNIST, kept in this repository."""
     keys = ("train_images", "train_labels", "test_images", "test_labels")

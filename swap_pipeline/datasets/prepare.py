@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from swap_pipeline.config.params import Data
-from swap_pipeline.datasets.arrays import (
-    FROM_ARRAYS,
-)
+from swap_pipeline.datasets.arrays import FROM_ARRAYS
 from swap_pipeline.datasets.image_folders import FolderSplit, Looks, joined, look_at, processes_for, scan
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.environment import find_root

@@ -21,9 +21,7 @@ def open_data(setting: Setting, group: Group) -> tuple[Meta, Split, Split]:
     if meta.in_memory:
         with must_fit("the prepared images", remedy="lower data.max_gb_in_memory, so that they stay in their files"):
             return meta, read_images(PREPARED, "train", group.device), read_images(PREPARED, "test", group.device)
-    from swap_pipeline.data.loader import (
-        FileImages,  # with torchvision, which doubles the time that a rank needs to start
-    )
+    from swap_pipeline.data.loader import FileImages  # with torchvision, which doubles a rank's start-up time
 
     def split(name: str) -> FileImages:
         root = find_root(setting.root)

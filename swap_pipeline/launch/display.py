@@ -1,4 +1,8 @@
-"""What the launcher shows of its jobs: one bar each in a terminal, plain lines elsewhere."""
+"""How far jobs have come, as the launcher shows it.
+
+It draws bars from the ranks' progress files in a terminal and passes their lines on elsewhere. It may run on another
+machine than the ranks, as long as it sees the files.
+"""
 
 from __future__ import annotations
 

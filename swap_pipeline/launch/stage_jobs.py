@@ -1,6 +1,6 @@
 """Jobs are started and waited for; phase 2's fan-out.
 
-Nothing here can change what is computed, so no stage lists this module in its `deps`. It does without torch, which
+Nothing here can change what is computed, so no stage lists this room in its `deps`. It does without torch, which
 takes seconds to import: the processes that it starts have it.
 """
 

@@ -1,8 +1,4 @@
-"""How far a job has come: written by its main rank, drawn by whoever waits for it.
-
-The rank writes a small file, and prints a line at each epoch. The launcher draws bars from the files in a terminal and
-passes the lines on elsewhere; it may run on another machine than the rank, as long as it sees the file.
-"""
+"""How far a job has come, as its main rank tells it: a small file, and a line at each epoch."""
 
 from __future__ import annotations
 

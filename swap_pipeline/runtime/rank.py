@@ -1,4 +1,4 @@
-"""A stage's process and those that started it: who is a rank, whose job it is, and how errors reach people."""
+"""A rank's process: whether this is one, whose job it is, whom it dies with, and what it leaves for the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage's process: signals, who collects the result, and how errors reach people."""
+"""A stage's process, launcher or rank: signals, who collects the result, and how errors reach people."""
 
 from __future__ import annotations
 

@@ -10,14 +10,7 @@ from pathlib import Path
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.display import Display
-from swap_pipeline.launch.jobs import (
-    CODE_FILE,
-    STDERR_FILE,
-    Failure,
-    Job,
-    tail,
-    why_incomplete,
-)
+from swap_pipeline.launch.jobs import CODE_FILE, STDERR_FILE, Failure, Job, tail, why_incomplete
 from swap_pipeline.launch.slurm.controller import Patience, ask
 from swap_pipeline.runtime.job_folder import JobFolder, scratch_root
 from swap_pipeline.runtime.locks import Lock

@@ -18,12 +18,7 @@ from pathlib import Path
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.display import Display
-from swap_pipeline.launch.jobs import (
-    Job,
-    claim,
-    forget_last_attempt,
-    save,
-)
+from swap_pipeline.launch.jobs import Job, claim, forget_last_attempt, save
 from swap_pipeline.launch.slurm.cluster import Cluster
 from swap_pipeline.launch.slurm.controller import Patience, SilentControllerError, ask
 from swap_pipeline.launch.slurm.queue import LAG_SECONDS, OVER, TICKET, Queue, State, Submitted, Ticket, ticket_in
