@@ -16,7 +16,7 @@ import click
 from benchmarks import results
 from benchmarks.machine import about
 from benchmarks.options import Options
-from swap_pipeline.environment import num_cores
+from swap_pipeline.runtime.environment import num_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = {

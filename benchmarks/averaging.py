@@ -194,7 +194,7 @@ Work = Callable[[], None]
 
 
 def _ours(paths: Sequence[Path], out: Path) -> Work:
-    from swap_pipeline.averaging import average_files
+    from swap_pipeline.averaging.mean import average_files
 
     return lambda: average_files(paths, out, {}, threads=_THREADS, durable=False)
 

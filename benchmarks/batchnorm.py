@@ -47,9 +47,9 @@ def measure(options: Options) -> Iterator[Row]:
 def in_turns(*, prepared: str, width: int, batch_size: int, rounds: int) -> dict[str, Any]:
     """In a child: seconds of both passes."""
     from benchmarks.loops import ALONE
-    from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
-    from swap_pipeline.data import read_images
-    from swap_pipeline.placement import set_up
+    from swap_pipeline.averaging.batchnorm import batches_of_rank, recompute_statistics
+    from swap_pipeline.data.images import read_images
+    from swap_pipeline.engine.placement import set_up
 
     images = read_images(Path(prepared), "train", torch.device("cpu"))
     network = resnet9(width)

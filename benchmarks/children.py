@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.jobs import MALLOC
+from swap_pipeline.launch.jobs import MALLOC
 
 ROOT = Path(__file__).resolve().parents[1]
 _MARK = "benchmark result: "

@@ -32,7 +32,7 @@ from benchmarks.options import Options
 from benchmarks.results import Limit, Row
 
 if TYPE_CHECKING:
-    from swap_pipeline.figures import Drawing
+    from swap_pipeline.report.figures import Drawing
 
 FIGURES = ROOT / "docs" / "figures"
 _STRAIGHT = Limit("≥", 0.98)
@@ -103,7 +103,7 @@ def _averages(options: Options, files: Mapping[int, Sequence[Path]]) -> dict[flo
 
 def averaging_seconds(*, sets: dict[str, list[str]], rounds: int) -> dict[str, list[float]]:
     """In a child: seconds to average each set."""
-    from swap_pipeline.averaging import average_files
+    from swap_pipeline.averaging.mean import average_files
 
     def seconds(paths: list[Path]) -> float:
         began = time.perf_counter()
@@ -155,7 +155,7 @@ def _images(options: Options) -> Iterator[Row]:
 
 def order_seconds(*, sizes: list[int], rounds: int, folder: str) -> list[list[float]]:
     """In a child: seconds to draw an epoch of each size."""
-    from swap_pipeline.data import draw_epoch
+    from swap_pipeline.data.epochs import draw_epoch
 
     def seconds(size: int) -> float:
         began = time.perf_counter()
@@ -185,10 +185,10 @@ def _index_once(size: int, names: Mapping[str, list[str]], folder: Path) -> floa
     import numpy as np
     import torch
 
-    from swap_pipeline import datasets
-    from swap_pipeline.data import read_meta
-    from swap_pipeline.image_folders import FolderSplit, Looks
-    from swap_pipeline.loader import FileImages
+    from swap_pipeline.data.loader import FileImages
+    from swap_pipeline.data.prepared import read_meta
+    from swap_pipeline.datasets import prepare
+    from swap_pipeline.datasets.image_folders import FolderSplit, Looks
 
     def split(name: str, number: int) -> tuple[FolderSplit, Looks]:
         side = np.full(number, 256, dtype=np.int32)
@@ -206,11 +206,11 @@ def _index_once(size: int, names: Mapping[str, list[str]], folder: Path) -> floa
     gc.collect()
     gc.disable()  # ten million names make a collection long, and there is nothing to collect
     began = time.perf_counter()
-    datasets._write(
+    prepare._write(
         folder,
-        datasets._Prepared(
-            train=datasets._index(*train),
-            test=datasets._index(*test),
+        prepare._Prepared(
+            train=prepare._index(*train),
+            test=prepare._index(*test),
             kind="files",
             classes=tuple(f"class_{number:03d}" for number in range(1000)),
             shape=(3, None, None),
@@ -228,8 +228,8 @@ def _index_once(size: int, names: Mapping[str, list[str]], folder: Path) -> floa
 
 def save(rows: Sequence[Row], folder: Path = FIGURES) -> None:
     """Draw all of them into docs/figures."""
-    from swap_pipeline.figures import picture_bytes
-    from swap_pipeline.files import atomic_write
+    from swap_pipeline.report.figures import picture_bytes
+    from swap_pipeline.storage.files import atomic_write
 
     drawing = draw(rows)
     with atomic_write(folder / f"{drawing.name}.svg", durable=False) as file:
@@ -238,7 +238,7 @@ def save(rows: Sequence[Row], folder: Path = FIGURES) -> None:
 
 def draw(rows: Sequence[Row]) -> Drawing:
     """A panel for each: the points, and the line through them."""
-    from swap_pipeline.figures import COLOURS, GREY, Drawing, grid, new_figure, style
+    from swap_pipeline.report.figures import COLOURS, GREY, Drawing, grid, new_figure, style
 
     data: list[tuple[Any, ...]] = []
     with style():

@@ -124,10 +124,12 @@ def _in_turns(options: Options, name: str, root: Path, *, view: int | None, batc
 
 def in_turns(*, root: str, prepared: str, view: int | None, batch_size: int, most: int, rounds: int) -> dict[str, Any]:
     """In a child: images a second of both, over at most so many images."""
-    from swap_pipeline.data import View, draw_epoch, read_images, read_meta
-    from swap_pipeline.datasets import prepare
-    from swap_pipeline.loader import FileImages
-    from swap_pipeline.params import Augment, Data
+    from swap_pipeline.config.params import Augment, Data
+    from swap_pipeline.data.epochs import draw_epoch
+    from swap_pipeline.data.images import read_images
+    from swap_pipeline.data.loader import FileImages
+    from swap_pipeline.data.prepared import View, read_meta
+    from swap_pipeline.datasets.prepare import prepare
 
     augment = Augment(padding=4 if view is None else 0, flip=True, cutout=0)
     in_memory = 2.0 if view is None else 0.0

@@ -50,14 +50,14 @@ def measure(options: Options) -> Iterator[Row]:
 def in_turns(*, width: int, num_images: int, points: int, rounds: int) -> dict[str, Any]:
     """In a child, in a folder with prepared data: seconds of so many points, and of their forward passes."""
     from benchmarks.loops import ALONE
-    from swap_pipeline.batchnorm import batches_of_rank
-    from swap_pipeline.environment import eval_batch_size
-    from swap_pipeline.landscape import Prober
-    from swap_pipeline.params import Model, Phase3
-    from swap_pipeline.placement import set_up
-    from swap_pipeline.planes import Plane
-    from swap_pipeline.sample import open_sample
-    from swap_pipeline.setting import Setting
+    from swap_pipeline.analysis.landscape_job import Prober
+    from swap_pipeline.analysis.planes import Plane
+    from swap_pipeline.analysis.sample import open_sample
+    from swap_pipeline.averaging.batchnorm import batches_of_rank
+    from swap_pipeline.config.common_params import Setting
+    from swap_pipeline.config.params import Model, Phase3
+    from swap_pipeline.engine.placement import set_up
+    from swap_pipeline.runtime.environment import eval_batch_size
 
     networks = [resnet9(width, channels=_SHAPE[0], seed=seed) for seed in range(3)]
     vectors = [torch.cat([p.detach().double().reshape(-1) for p in network.parameters()]) for network in networks]

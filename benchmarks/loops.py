@@ -20,13 +20,13 @@ from torch import nn
 from benchmarks.children import say
 from benchmarks.harness import interleaved
 from benchmarks.made_up import AUGMENT, COMPUTE, OPTIMIZER, resnet9
-from swap_pipeline.data import Images, read_images
-from swap_pipeline.distributed import Group
-from swap_pipeline.params import Compute
-from swap_pipeline.placement import set_up
-from swap_pipeline.progress import Reporter
-from swap_pipeline.runs import Run
-from swap_pipeline.training import train
+from swap_pipeline.config.params import Compute
+from swap_pipeline.data.images import Images, read_images
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.placement import set_up
+from swap_pipeline.runtime.progress import Reporter
+from swap_pipeline.training.loop import train
+from swap_pipeline.training.run import Run
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 Loop = Callable[[], float]

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.environment import num_cores
-from swap_pipeline.git import git
+from swap_pipeline.report.git import git
+from swap_pipeline.runtime.environment import num_cores
 
 _VERSIONS = ("torch", "torchvision", "numpy", "pillow", "safetensors", "dvc", "timm", "lightning", "mergekit")
 

@@ -14,10 +14,10 @@ import torch
 from ruamel.yaml import YAML
 
 from benchmarks.children import ROOT, environment
-from swap_pipeline.checkpoint import digest_of, write_tensors
-from swap_pipeline.files import write_json
-from swap_pipeline.models import describe_network, new_network
-from swap_pipeline.params import Augment, Compute, Model, Optimizer
+from swap_pipeline.config.params import Augment, Compute, Model, Optimizer
+from swap_pipeline.models.networks import describe_network, new_network
+from swap_pipeline.storage.files import write_json
+from swap_pipeline.storage.tensor_files import digest_of, write_tensors
 
 CIFAR_SHAPE = (3, 32, 32)
 NUM_CLASSES = 10

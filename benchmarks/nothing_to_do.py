@@ -15,7 +15,7 @@ from benchmarks.harness import interleaved
 from benchmarks.made_up import Project
 from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared
-from swap_pipeline.checkpoint import read_tensors, write_tensors
+from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
 
 _TINY = {
     "model.width": 1,

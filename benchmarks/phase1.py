@@ -17,7 +17,7 @@ from benchmarks.harness import interleaved
 from benchmarks.made_up import Project, write_prepared
 from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared, left_out
-from swap_pipeline.files import read_json
+from swap_pipeline.storage.files import read_json
 
 _LIMIT = Limit("≥", 0.95)
 

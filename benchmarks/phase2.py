@@ -20,10 +20,10 @@ from benchmarks.harness import interleaved
 from benchmarks.made_up import Project, write_prepared
 from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared, left_out
-from swap_pipeline.devices import share_of_worker, this_machine
-from swap_pipeline.files import read_json
-from swap_pipeline.instances import worker
-from swap_pipeline.launch import job_with, run_jobs
+from swap_pipeline.config.instances import worker
+from swap_pipeline.launch.devices import share_of_worker, this_machine
+from swap_pipeline.launch.stage_jobs import job_with, run_jobs
+from swap_pipeline.storage.files import read_json
 
 _LIMIT = Limit("≤", 1.05)
 SHAPE = (3, 32, 32)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.harness import Sample, divided
-from swap_pipeline.files import read_json, write_json
+from swap_pipeline.storage.files import read_json, write_json
 
 RESULTS = Path(__file__).parent / "results.json"
 

@@ -36,7 +36,8 @@ from benchmarks.harness import Sample, divided, interleaved
 from benchmarks.made_up import Project, write_prepared
 from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared
-from swap_pipeline.progress import PROGRESS_FILE, STDOUT_FILE
+from swap_pipeline.launch.display import STDOUT_FILE
+from swap_pipeline.runtime.progress import PROGRESS_FILE
 
 _POLL_SECONDS = 0.01
 

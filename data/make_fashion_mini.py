@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import torch
 
-from swap_pipeline.checkpoint import write_tensors
+from swap_pipeline.storage.tensor_files import write_tensors
 
 CLASSES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 PER_CLASS = 1000

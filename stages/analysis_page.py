@@ -9,15 +9,15 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.ranks import run_stage
+from swap_pipeline.runtime.stage_process import run_stage
 
 
 @click.command(help=__doc__)
 def main() -> None:
-    from swap_pipeline import figures
-    from swap_pipeline.analysis_page import analysis_page, draw_analysis
-    from swap_pipeline.files import read_json, write_text
-    from swap_pipeline.instances import ANALYSES, Instance
+    from swap_pipeline.config.instances import ANALYSES, Instance
+    from swap_pipeline.report import figures
+    from swap_pipeline.report.analysis_page import analysis_page, draw_analysis
+    from swap_pipeline.storage.files import read_json, write_text
 
     paths = {stage: Instance(stage=stage).record for stage in ANALYSES}
     records = {method: read_json(path) if path.exists() else None for method, path in paths.items()}

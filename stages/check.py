@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.check import check
-from swap_pipeline.files import write_text
-from swap_pipeline.inputs import inputs_stay
-from swap_pipeline.ranks import run_stage
+from swap_pipeline.datasets.check import check
+from swap_pipeline.runtime.inputs import inputs_stay
+from swap_pipeline.runtime.stage_process import run_stage
+from swap_pipeline.storage.files import write_text
 
 
 @click.command(help=__doc__)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import click
 
-from swap_pipeline.analysis_params import Analysis, read_analysis
-from swap_pipeline.instances import PHASE1, Instance
-from swap_pipeline.launch import run_alone
-from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import run_stage
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.analysis.params import Analysis, read_analysis
+from swap_pipeline.config.instances import PHASE1, Instance
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.launch.stage_jobs import run_alone
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.stage_process import run_stage
 
 
 @click.command(help=__doc__)
@@ -29,10 +30,10 @@ def main() -> None:
 
 def compute_cosines(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
     """Be one of the ranks."""
-    from swap_pipeline.cosine import run_cosine_job, snapshots_of_phase1, snapshots_of_worker
-    from swap_pipeline.distributed import process_group
-    from swap_pipeline.files import read_json
-    from swap_pipeline.setting import setting_of
+    from swap_pipeline.analysis.gradient_direction import run_cosine_job, snapshots_of_phase1, snapshots_of_worker
+    from swap_pipeline.config.common_params import setting_of
+    from swap_pipeline.engine.distributed import process_group
+    from swap_pipeline.storage.files import read_json
 
     epochs = read_json(PHASE1.record)["epochs"]
     course = [snapshots_of_phase1(wanted=params.phase1.keep_epochs, epochs=epochs)]

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import click
 
-from swap_pipeline.analysis_params import Analysis, read_analysis
-from swap_pipeline.instances import PHASE1, Instance, worker
-from swap_pipeline.launch import run_alone
-from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import run_stage
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.analysis.params import Analysis, read_analysis
+from swap_pipeline.config.instances import PHASE1, Instance, worker
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.launch.stage_jobs import run_alone
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.stage_process import run_stage
 
 
 @click.command(help=__doc__)
@@ -31,9 +32,9 @@ def main() -> None:
 
 def compute_landscapes(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
     """Be one of the ranks."""
-    from swap_pipeline.distributed import process_group
-    from swap_pipeline.landscape import run_landscape_job
-    from swap_pipeline.setting import setting_of
+    from swap_pipeline.analysis.landscape_job import run_landscape_job
+    from swap_pipeline.config.common_params import setting_of
+    from swap_pipeline.engine.distributed import process_group
 
     with process_group() as group:
         run_landscape_job(

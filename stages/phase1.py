@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import click
 
-from swap_pipeline.instances import PHASE1
-from swap_pipeline.launch import run_alone
-from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import run_stage
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.config.instances import PHASE1
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.launch.stage_jobs import run_alone
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.stage_process import run_stage
 
 
 @click.command(help=__doc__)
@@ -25,11 +26,11 @@ def main() -> None:
 
 def train_phase1(params: Params, folder: JobFolder) -> None:
     """Algorithm 1, phase 1, as one of its ranks."""
-    from swap_pipeline.data import derive_seed
-    from swap_pipeline.distributed import process_group
-    from swap_pipeline.schedules import models_to_keep
-    from swap_pipeline.setting import setting_of
-    from swap_pipeline.training_job import make_run, run_training_job
+    from swap_pipeline.config.common_params import setting_of
+    from swap_pipeline.config.kept_models import models_to_keep
+    from swap_pipeline.config.seeds import derive_seed
+    from swap_pipeline.engine.distributed import process_group
+    from swap_pipeline.training.job import make_run, run_training_job
 
     phase = params.phase1
     with process_group() as group:

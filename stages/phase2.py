@@ -13,13 +13,16 @@ import os
 
 import click
 
-from swap_pipeline.devices import share_of_worker, this_machine
+from swap_pipeline.config.instances import PHASE1, Instance, worker
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
 from swap_pipeline.errors import SwapError, shown
-from swap_pipeline.instances import PHASE1, Instance, worker
-from swap_pipeline.launch import job_with, run_fan_out
-from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import collects, is_rank, job_of_rank, run_stage
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.launch.collecting import collect
+from swap_pipeline.launch.devices import share_of_worker, this_machine
+from swap_pipeline.launch.stage_jobs import job_with, run_fan_out
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.rank import is_rank, job_of_rank
+from swap_pipeline.runtime.stage_process import collects, run_stage
 
 
 @click.command(help=__doc__)
@@ -38,7 +41,7 @@ def main(text: str | None) -> None:
             job=lambda instance: job_with(instance, share),
         )
     if collects():
-        folder.collect(instance)
+        collect(folder, instance)
 
 
 def seed_in_dvc() -> str:
@@ -61,11 +64,11 @@ def chosen_seed(text: str, listed: tuple[int, ...]) -> int:
 
 def train_worker(params: Params, instance: Instance, folder: JobFolder) -> None:
     """Algorithm 1, phase 2, for one w."""
-    from swap_pipeline.data import derive_seed
-    from swap_pipeline.distributed import process_group
-    from swap_pipeline.schedules import models_of_cycles, models_to_keep
-    from swap_pipeline.setting import setting_of
-    from swap_pipeline.training_job import make_run, run_training_job
+    from swap_pipeline.config.common_params import setting_of
+    from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
+    from swap_pipeline.config.seeds import derive_seed
+    from swap_pipeline.engine.distributed import process_group
+    from swap_pipeline.training.job import make_run, run_training_job
 
     phase = params.phase2
     assert instance.seed is not None

@@ -13,12 +13,16 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.inputs import check_trained_alike
-from swap_pipeline.instances import Instance, worker
-from swap_pipeline.launch import run_alone
-from swap_pipeline.params import Params, read_params
-from swap_pipeline.ranks import is_rank, run_stage
-from swap_pipeline.scratch import JobFolder, remove_unlisted
+from swap_pipeline.config.instances import Instance, worker
+from swap_pipeline.config.kept_models import models_if_ended
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.launch.collecting import remove_unlisted
+from swap_pipeline.launch.stage_jobs import run_alone
+from swap_pipeline.runtime.inputs import check_trained_alike
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.rank import is_rank
+from swap_pipeline.runtime.stage_process import run_stage
 
 PHASE3 = Instance(stage="phase3")
 
@@ -37,24 +41,17 @@ def main() -> None:
 
 def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int) -> dict[Path, Instance]:
     """What is averaged if phase 2 ends after `epoch`: of each worker its model, and those of its past cycles."""
-    cycle = epochs // cycles
-    ended = [f"cycle_{k}.safetensors" for k in range(1, (epoch - 1) // cycle + 1)] if cycle else []
-    if epoch == epochs:
-        last = "model.safetensors"
-    elif epoch % cycle == 0:
-        last = f"cycle_{epoch // cycle}.safetensors"
-    else:
-        last = f"epoch_{epoch}.safetensors"
-    return {worker(seed).checkpoints / name: worker(seed) for seed in sorted(seeds) for name in (*ended, last)}
+    names = models_if_ended(epoch, epochs=epochs, cycles=cycles)
+    return {worker(seed).checkpoints / name: worker(seed) for seed in sorted(seeds) for name in names}
 
 
 def average_workers(params: Params, folder: JobFolder) -> None:
     """Algorithm 1, phase 3, as one of its ranks; and the average had phase 2 ended earlier, at `phase2.keep_epochs`."""
-    from swap_pipeline.averaging import check_origin
-    from swap_pipeline.averaging_job import run_averaging_job
-    from swap_pipeline.distributed import process_group
-    from swap_pipeline.schedules import models_to_keep
-    from swap_pipeline.setting import setting_of
+    from swap_pipeline.averaging.job import run_averaging_job
+    from swap_pipeline.averaging.mean import check_origin
+    from swap_pipeline.config.common_params import setting_of
+    from swap_pipeline.config.kept_models import label_of_epoch, models_to_keep
+    from swap_pipeline.engine.distributed import process_group
 
     phase2, seeds = params.phase2, params.workers.seeds
     models = {
@@ -65,7 +62,7 @@ def average_workers(params: Params, folder: JobFolder) -> None:
         for path, instance in {path: of for files in models.values() for path, of in files.items()}.items():
             check_origin(path, instance.origin)
         run_averaging_job(
-            {f"epoch_{epoch}": list(files) for epoch, files in models.items()},
+            {label_of_epoch(epoch): list(files) for epoch, files in models.items()},
             name=PHASE3.name,
             header={"phase": "phase3", "seed": params.seed, "seeds": sorted(seeds)},
             setting=setting_of(params),

@@ -10,21 +10,21 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.inputs import inputs_stay
-from swap_pipeline.params import read_params
-from swap_pipeline.ranks import run_stage
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.runtime.inputs import inputs_stay
+from swap_pipeline.runtime.stage_process import run_stage
 
 
 @click.command(help=__doc__)
 @inputs_stay("report")
 def main() -> None:
     params = read_params()
-    from swap_pipeline import figures, provenance
-    from swap_pipeline.figures_schedules import courses_as_run, draw_schedules, planned_courses
-    from swap_pipeline.figures_training import draw_training
-    from swap_pipeline.files import read_json, write_json, write_text
-    from swap_pipeline.report import curves_csv, result_rows, result_table, summarise
-    from swap_pipeline.report_page import report_page
+    from swap_pipeline.report import figures, provenance
+    from swap_pipeline.report.figures_schedules import courses_as_run, draw_schedules, planned_courses
+    from swap_pipeline.report.figures_training import draw_training
+    from swap_pipeline.report.report_page import report_page
+    from swap_pipeline.report.summary import curves_csv, result_rows, result_table, summarise
+    from swap_pipeline.storage.files import read_json, write_json, write_text
 
     phase1, phase3 = read_json(Path("metrics/phase1.json")), read_json(Path("metrics/phase3.json"))
     workers = {seed: read_json(Path(f"metrics/phase2/seed_{seed}.json")) for seed in params.workers.seeds}

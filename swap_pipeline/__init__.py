@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swap_pipeline.models import load_model as load_model
+    from swap_pipeline.models.networks import load_model as load_model
 
 __all__ = ["load_model"]
 
@@ -13,7 +13,7 @@ __all__ = ["load_model"]
 def __getattr__(name: str) -> Any:
     # Looked up on first use: importing torch takes seconds, and the launcher and `swap --help` need none of it.
     if name == "load_model":
-        from swap_pipeline.models import load_model
+        from swap_pipeline.models.networks import load_model
 
         return load_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

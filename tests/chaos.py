@@ -108,7 +108,7 @@ def processes_in(folder: Path) -> dict[int, str]:
 
 
 def _role(words: list[bytes], variables: list[bytes]) -> str:
-    if b"swap_pipeline.torchrun" in words:
+    if b"swap_pipeline.launch.torchrun" in words:
         return "torchrun"
     if any(word.startswith(b"stages.") for word in words):
         return "rank" if any(entry.startswith(b"RANK=") for entry in variables) else "launcher"
@@ -247,7 +247,7 @@ def bytes_that_differ(found: dict[str, Any], expected: dict[str, Any]) -> int:
 
 def check_no_half_files(project: Project) -> None:
     """Under its final name a file is whole."""
-    from swap_pipeline.checkpoint import read_tensors
+    from swap_pipeline.storage.tensor_files import read_tensors
 
     for folder in ("checkpoints", ".swap", "metrics"):
         for path in (project.root / folder).rglob("*"):
@@ -572,7 +572,7 @@ def edited_during(stage: str, edit: Callable[[Project], object]) -> Callable[...
         run = Running(project, "dvc", "repro")
         share = rng.uniform(0.05, 0.8)
         run.until(lambda: progress(project, stage) >= share)
-        files = [project.root / name for name in ("params.yaml", "swap_pipeline/training.py")]
+        files = [project.root / name for name in ("params.yaml", "swap_pipeline/training/loop.py")]
         before = [path.read_text() for path in files]
         edit(project)
         code = run.end(400)
@@ -788,7 +788,7 @@ def inject(fault: Fault, reference: Project, folder: Path, rng: random.Random) -
 
 
 def table(tallies: dict[str, Tally]) -> str:
-    from swap_pipeline.report import aligned
+    from swap_pipeline.report.summary import aligned
 
     rows: list[tuple[str, ...]] = [("fault", "injected", "survived", "bytes lost")]
     rows += [(name, str(t.injected), str(t.survived), str(t.bytes_lost)) for name, t in tallies.items()]

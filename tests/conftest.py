@@ -153,7 +153,7 @@ def make_project(root: Path) -> Project:
     """The files of this repository with 240 training and 120 test images, committed to a git of its own."""
     import torch
 
-    from swap_pipeline.checkpoint import read_tensors, write_tensors
+    from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
 
     root.mkdir(parents=True)
     for name in ("stages", "swap_pipeline"):
@@ -163,6 +163,7 @@ def make_project(root: Path) -> Project:
         "analysis/dvc.yaml",
         "analysis/params.yaml",
         "analysis/.gitignore",
+        "analysis/.dvcignore",
         "analysis/.dvc/config",
         "analysis/.dvc/.gitignore",
         ".gitignore",
@@ -172,6 +173,7 @@ def make_project(root: Path) -> Project:
     ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
+    (root / "analysis" / "swap_pipeline").symlink_to("../swap_pipeline")
     shutil.copytree(ROOT / ".dvc" / "plots", root / ".dvc" / "plots")
     shutil.copytree(ROOT / "recipes", root / "recipes")
     shutil.copy(ROOT / "recipes" / "fashion-mini.yaml", root / "params.yaml")  # whatever the user has made of his own

@@ -15,13 +15,14 @@ from typing import Any
 
 from conftest import ROOT, set_params
 
-from swap_pipeline.experiments import Experiment
-from swap_pipeline.files import write_json
-from swap_pipeline.methods import read_methods
-from swap_pipeline.params import Params, parse_params
-from swap_pipeline.provenance import read_tree
-from swap_pipeline.tables import Records, Tables, make_tables
-from swap_pipeline.tabulate import write_tables
+from swap_pipeline.cli.compare.experiments import Experiment
+from swap_pipeline.cli.compare.methods import read_methods
+from swap_pipeline.cli.compare.tables import Records, Tables, make_tables
+from swap_pipeline.cli.compare.tabulate import write_tables
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import parse_params
+from swap_pipeline.report.provenance import read_tree
+from swap_pipeline.storage.files import write_json
 
 Json = dict[str, Any]
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import xxhash
 
-from swap_pipeline import checkpoint
 from swap_pipeline.errors import SwapError
+from swap_pipeline.storage import tensor_files
 
 SEED = os.environ.get("FUZZ_SEED", "0")
 COUNT = int(os.environ.get("FUZZ_COUNT", "2000"))
@@ -174,17 +174,17 @@ def _places(tree: Any, where: tuple[Any, ...]) -> Iterator[tuple[Any, Any, tuple
 
 def file_of(tensors: Mapping[str, torch.Tensor], info: Any) -> bytes:
     """What the pipeline writes for these, in memory."""
-    layout = {key: checkpoint.Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    layout = {key: tensor_files.Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
     entries: dict[str, Any] = {}
     data = b""
-    for key in checkpoint.file_order(layout):
-        raw = bytes(checkpoint._bytes_of(tensors[key]))
+    for key in tensor_files.file_order(layout):
+        raw = bytes(tensor_files._bytes_of(tensors[key]))
         shape = list(tensors[key].shape)
         offsets = [len(data), len(data) + len(raw)]
-        entries[key] = {"dtype": checkpoint._DTYPES[tensors[key].dtype], "shape": shape, "data_offsets": offsets}
+        entries[key] = {"dtype": tensor_files._DTYPES[tensors[key].dtype], "shape": shape, "data_offsets": offsets}
         data += raw
-    digests = {key: xxhash.xxh3_64_hexdigest(checkpoint._bytes_of(tensor)) for key, tensor in tensors.items()}
-    return checkpoint._header(entries, info, digests) + data
+    digests = {key: xxhash.xxh3_64_hexdigest(tensor_files._bytes_of(tensor)) for key, tensor in tensors.items()}
+    return tensor_files._header(entries, info, digests) + data
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _edited_tensors(tensors: Tensors, chance: random.Random) -> tuple[str, Tenso
         value = 17.0 if what == "value" or not tensor.is_floating_point() else float(what)
         tensor.view(-1)[chance.randrange(tensor.numel())] = value
     elif what == "type":
-        tensors[key] = tensor.to(chance.choice(sorted(checkpoint._DTYPES, key=str)))
+        tensors[key] = tensor.to(chance.choice(sorted(tensor_files._DTYPES, key=str)))
     elif what == "shape":
         tensors[key] = chance.choice((tensor.reshape(-1), tensor[None], torch.cat([tensor.reshape(-1)] * 2)))
     elif what == "missing":
@@ -258,7 +258,7 @@ def _dishonest_header(content: bytes, chance: random.Random) -> tuple[str, bytes
     """The header says what is not so, with a digest that fits its words."""
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-    about = json.loads(header.pop("__metadata__")[checkpoint.METADATA_KEY])
+    about = json.loads(header.pop("__metadata__")[tensor_files.METADATA_KEY])
     key = chance.choice(sorted(header))
     entry = header[key]
     what = chance.choice(("shape", "dtype", "offsets", "twice", "metadata", "deep", "about", "digest", "huge number"))
@@ -299,10 +299,10 @@ def _dishonest_header(content: bytes, chance: random.Random) -> tuple[str, bytes
         text = '{"info":' + "9" * chance.choice((400, 5000, 200_000)) + "}"
     if what in ("shape", "dtype", "offsets", "twice", "metadata", "digest"):
         with contextlib.suppress(TypeError):
-            about["header"] = checkpoint._header_digest(header, about["info"], digests)
-    header = {"__metadata__": {checkpoint.METADATA_KEY: text or json.dumps(about)}, **header}
+            about["header"] = tensor_files._header_digest(header, about["info"], digests)
+    header = {"__metadata__": {tensor_files.METADATA_KEY: text or json.dumps(about)}, **header}
     if what == "metadata":
-        header["__metadata__"] = chance.choice((None, [], "x", {}, {checkpoint.METADATA_KEY: 7}, {"a": "b"}))
+        header["__metadata__"] = chance.choice((None, [], "x", {}, {tensor_files.METADATA_KEY: 7}, {"a": "b"}))
     raw = json.dumps(header)
     if what == "twice":
         again = {**entry, "shape": entry["shape"][::-1] if len(entry["shape"]) > 1 else [1, *entry["shape"]]}
@@ -322,7 +322,7 @@ def equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
     """Same names, types, shapes and bytes."""
     return found.keys() == expected.keys() and all(
         (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
-        and bytes(checkpoint._bytes_of(found[key])) == bytes(checkpoint._bytes_of(tensor))
+        and bytes(tensor_files._bytes_of(found[key])) == bytes(tensor_files._bytes_of(tensor))
         for key, tensor in expected.items()
     )
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from conftest import Project
 from test_resume import processes_in, wait_until
 
-from swap_pipeline.cli import main
+from swap_pipeline.cli.main import main
 
 STAGES = {"landscape", "cosine", "workers", "analysis_page"}
 OWN_FILES = ("landscape.json", "cosine.json", "workers.json", "figures", "index.html")
@@ -129,13 +129,15 @@ def test_the_analysis_is_stale_if_code_or_params_of_the_root_change_that_it_depe
     analysed: Project,
 ) -> None:
     assert stale(analysed) == set()
-    for module in ("doctor", "launch", "report_page"):  # what it does not import, or what cannot change a result
+    for module in ("cli/doctor", "launch/stage_jobs", "training/loop"):  # no room that it depends on
         edit(analysed.root / f"swap_pipeline/{module}.py")
     analysed.set_params({"recipe": "a name of my own", "data.root": "elsewhere"})
     assert stale(analysed) == set()
 
-    edit(analysed.root / "swap_pipeline/cosine.py")
-    assert stale(analysed) == {"cosine"}
+    edit(analysed.root / "swap_pipeline/analysis/gradient_direction.py")
+    assert stale(analysed) == {"landscape", "cosine", "workers"}
+    analysed.run("git", "checkout", "swap_pipeline")
+    assert stale(analysed) == set()
     analysed.set_params({"compute.channels_last": False})
     assert stale(analysed) == {"landscape", "cosine", "workers"}
 

@@ -10,12 +10,12 @@ import pytest
 from conftest import Clock, Project
 
 from stages.phase3 import models_after
-from swap_pipeline.averaging_job import Averager
-from swap_pipeline.files import read_json
-from swap_pipeline.params import read_params
-from swap_pipeline.schedules import models_to_keep
-from swap_pipeline.scratch import JobFolder
-from swap_pipeline.setting import setting_of
+from swap_pipeline.averaging.job import Averager
+from swap_pipeline.config.common_params import setting_of
+from swap_pipeline.config.kept_models import models_to_keep
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.storage.files import read_json
 
 
 def test_the_last_point_is_phase_3s_result(finished_project: Project) -> None:
@@ -31,8 +31,8 @@ def test_an_earlier_point_is_the_mean_of_the_models_kept_then(
 ) -> None:
     import torch
 
-    from swap_pipeline.checkpoint import read_tensors
-    from swap_pipeline.distributed import Group
+    from swap_pipeline.engine.distributed import Group
+    from swap_pipeline.storage.tensor_files import read_tensors
 
     monkeypatch.chdir(finished_project.root)
     params = read_params()
@@ -55,8 +55,8 @@ def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
 ) -> None:
     import torch
 
-    from swap_pipeline import averaging_job
-    from swap_pipeline.distributed import Group
+    from swap_pipeline.averaging import job
+    from swap_pipeline.engine.distributed import Group
 
     clock = Clock()
 
@@ -68,13 +68,13 @@ def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
         return slow
 
     monkeypatch.chdir(finished_project.root)
-    monkeypatch.setattr(averaging_job, "time", clock)
-    monkeypatch.setattr(averaging_job, "average_files", taking(2, averaging_job.average_files))
+    monkeypatch.setattr(job, "time", clock)
+    monkeypatch.setattr(job, "average_files", taking(2, job.average_files))
     for name, cost in (("open", 1000), ("recompute_statistics", 3), ("test", 100)):
         monkeypatch.setattr(Averager, name, taking(cost, getattr(Averager, name)))
     params, folder = read_params(), JobFolder(tmp_path / "job")
 
-    averaging_job.run_averaging_job(
+    job.run_averaging_job(
         {"epoch_2": [Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in (0, 1, 2)]},
         name="phase3",
         header={},
@@ -92,17 +92,17 @@ def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
 def test_ranks_that_wait_lend_their_cores_to_averaging(
     finished_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
 ) -> None:
-    from swap_pipeline import averaging_job
-    from swap_pipeline.distributed import process_group
+    from swap_pipeline.averaging import job
+    from swap_pipeline.engine.distributed import process_group
 
-    seen, average_files = [], averaging_job.average_files
+    seen, average_files = [], job.average_files
 
     def seen_average(*given: Any, threads: int, **more: Any) -> None:
         seen.append(threads)
         average_files(*given, threads=threads, **more)
 
     monkeypatch.chdir(finished_project.root)
-    monkeypatch.setattr(averaging_job, "average_files", seen_average)
+    monkeypatch.setattr(job, "average_files", seen_average)
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": ranks, "SWAP_DEVICE": "cpu"}.items():
         monkeypatch.setenv(name, str(value))
     params = read_params()

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from swap_pipeline import averaging
-from swap_pipeline.averaging import average_files
-from swap_pipeline.checkpoint import TensorFile, read_tensors, write_tensors
+from swap_pipeline.averaging import mean
+from swap_pipeline.averaging.mean import average_files
 from swap_pipeline.errors import SwapError
+from swap_pipeline.storage.tensor_files import TensorFile, read_tensors, write_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 SIGNIFICANT_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -158,7 +158,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(
 ) -> None:
     paths = write_workers(tmp_path, [weights_of_worker(number) for number in range(3)])
     average_files(paths, tmp_path / "by one", {"phase": "phase3"})
-    mean_of, begun, all_begun = averaging._mean, [], threading.Event()
+    mean_of, begun, all_begun = mean._mean, [], threading.Event()
 
     def slow_mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
         begun.append(key)
@@ -167,7 +167,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(
         assert all_begun.wait(timeout=60), "as many tensors as threads are to be at work at once"
         yield from mean_of(files, key)
 
-    monkeypatch.setattr(averaging, "_mean", slow_mean)
+    monkeypatch.setattr(mean, "_mean", slow_mean)
 
     average_files(paths, tmp_path / "by several", {"phase": "phase3"}, threads=threads)
 

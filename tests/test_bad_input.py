@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import Project
 
-from swap_pipeline.checkpoint import read_tensors, write_tensors
+from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
 
 
 def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from swap_pipeline.batchnorm import batches_of_rank, recompute_statistics
-from swap_pipeline.data import Images
-from swap_pipeline.distributed import Group, process_group
-from swap_pipeline.models import ResNet9
-from swap_pipeline.params import Augment
+from swap_pipeline.averaging.batchnorm import batches_of_rank, recompute_statistics
+from swap_pipeline.config.params import Augment
+from swap_pipeline.data.images import Images
+from swap_pipeline.engine.distributed import Group, process_group
+from swap_pipeline.models.networks import ResNet9
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

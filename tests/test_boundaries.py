@@ -13,18 +13,19 @@ import torch
 from conftest import ROOT, Project
 from PIL import Image
 
-from swap_pipeline.averaging import average_files
-from swap_pipeline.checkpoint import TensorFile, load_weights, write_tensors
-from swap_pipeline.data import Meta
-from swap_pipeline.datasets import prepare
+from swap_pipeline.averaging.mean import average_files
+from swap_pipeline.cli.predict import predict
+from swap_pipeline.cli.recipes import list_recipes, use_recipe
+from swap_pipeline.config.params import Data
+from swap_pipeline.data.loader import FileImages
+from swap_pipeline.data.prepared import Meta
+from swap_pipeline.datasets.image_folders import scan
+from swap_pipeline.datasets.prepare import prepare
+from swap_pipeline.engine.opening import view_of_checkpoint
 from swap_pipeline.errors import SwapError
-from swap_pipeline.image_folders import scan
-from swap_pipeline.loader import FileImages
-from swap_pipeline.models import ResNet9, load_model
-from swap_pipeline.params import Data
-from swap_pipeline.predict import predict
-from swap_pipeline.recipes import list_recipes, use_recipe
-from swap_pipeline.training_job import view_of_checkpoint
+from swap_pipeline.models.networks import ResNet9, load_model
+from swap_pipeline.storage.tensor_files import TensorFile, write_tensors
+from swap_pipeline.storage.weights import load_weights
 
 RECIPE = ROOT / "recipes" / "fashion-mini.yaml"
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, Project
 from test_fuzz import BOMB
 
-from swap_pipeline.params import read_params
+from swap_pipeline.config.reading import read_params
 
 HOSTILE_SEEDS: dict[str, Any] = {
     "a command": "0; touch PWNED; true",

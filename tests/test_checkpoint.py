@@ -24,22 +24,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from swap_pipeline import checkpoint
-from swap_pipeline.checkpoint import (
-    Spec,
-    TensorFile,
-    drop_snapshots,
-    load_weights,
-    read_point,
-    read_snapshot,
-    read_tensors,
-    write_in_pieces,
-    write_point,
-    write_snapshot,
-    write_tensors,
-)
+from swap_pipeline.engine.results import read_point, write_point
 from swap_pipeline.errors import SwapError
-from swap_pipeline.files import atomic_write, read_json, write_json
+from swap_pipeline.storage import tensor_files
+from swap_pipeline.storage.files import atomic_write, read_json, write_json
+from swap_pipeline.storage.tensor_files import Spec, TensorFile, read_tensors, write_in_pieces, write_tensors
+from swap_pipeline.storage.weights import load_weights
+from swap_pipeline.training.snapshots import drop_snapshots, read_snapshot, write_snapshot
 
 ROOT = Path(__file__).resolve().parents[1]
 INFO = {"seed": 3, "phase": "phase2", "model": {"name": "resnet9", "width": 8}, "mean": [0.5, 0.25]}
@@ -251,7 +242,7 @@ def test_a_disk_that_takes_and_gives_a_few_bytes_at_a_time_changes_nothing(
     for content, whole in ((b"0123456789", True), (b"012345678", False)):
         (tmp_path / "x").write_bytes(content)
         with Stutterer(tmp_path / "x") as file:
-            assert checkpoint._fill(memoryview(part), file) == whole
+            assert tensor_files._fill(memoryview(part), file) == whole
     assert part == b"0123456789"
 
 
@@ -610,7 +601,7 @@ def test_a_snapshot_that_the_disk_does_not_give_out_is_left_alone(
     def fail(*_: object, **__: object) -> object:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoint, "safe_open", fail)
+    monkeypatch.setattr(tensor_files, "safe_open", fail)
     with pytest.raises(SwapError, match=r"snapshot_000005.safetensors cannot be read: Input/output error"):
         read_snapshot(tmp_path)
     assert names_in(tmp_path) == ["snapshot_000004.safetensors", "snapshot_000005.safetensors"]

@@ -13,11 +13,12 @@ import pytest
 from click.testing import CliRunner
 from conftest import Project
 
-from swap_pipeline.clean import freed_bytes, in_bytes, job_folders, look, remove
-from swap_pipeline.cli import main
-from swap_pipeline.inputs import fingerprint
-from swap_pipeline.jobs import load, save
-from swap_pipeline.scratch import JobFolder, Lock, facts_of
+from swap_pipeline.cli.clean import freed_bytes, in_bytes, job_folders, look, remove
+from swap_pipeline.cli.main import main
+from swap_pipeline.launch.jobs import load, save
+from swap_pipeline.runtime.inputs import fingerprint
+from swap_pipeline.runtime.job_folder import JobFolder, facts_of
+from swap_pipeline.runtime.locks import Lock
 
 
 @pytest.fixture

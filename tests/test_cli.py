@@ -14,7 +14,7 @@ from conftest import Project
 from PIL import Image
 
 from swap_pipeline import load_model
-from swap_pipeline.checkpoint import TensorFile
+from swap_pipeline.storage.tensor_files import TensorFile
 
 MODEL = "checkpoints/phase3/model.safetensors"
 

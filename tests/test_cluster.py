@@ -11,18 +11,20 @@ import slurm_cluster
 from conftest import ROOT
 from ruamel.yaml import YAML
 
-from swap_pipeline import cluster, launch, ranks
-from swap_pipeline.devices import launcher_kind, share_of_phase1, share_of_worker, this_machine
-from swap_pipeline.environment import JOB
+from swap_pipeline.config.instances import PHASE1, worker
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import PHASE1, worker
-from swap_pipeline.jobs import MALLOC, Job, Machine, load, save
-from swap_pipeline.launch import job_with
-from swap_pipeline.ranks import job_of_rank
-from swap_pipeline.scratch import JobFolder
-from swap_pipeline.srun import step
-from swap_pipeline.stopping import STOPPABLE
-from swap_pipeline.torchrun import PORT
+from swap_pipeline.launch import stage_jobs
+from swap_pipeline.launch.devices import launcher_kind, share_of_phase1, share_of_worker, this_machine
+from swap_pipeline.launch.jobs import MALLOC, Job, Machine, load, save
+from swap_pipeline.launch.slurm import cluster
+from swap_pipeline.launch.slurm.srun import step
+from swap_pipeline.launch.stage_jobs import job_with
+from swap_pipeline.launch.torchrun import PORT
+from swap_pipeline.runtime import rank
+from swap_pipeline.runtime.environment import JOB
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.rank import job_of_rank
+from swap_pipeline.runtime.stop_request import STOPPABLE
 
 WORKER = worker(3)
 
@@ -34,7 +36,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith(("SLURM", "SWAP_", "DVC_ROOT")):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(tmp_path / instance.stage))
+    monkeypatch.setattr(stage_jobs, "job_folder", lambda instance, **_: JobFolder(tmp_path / instance.stage))
 
 
 @pytest.fixture
@@ -238,9 +240,9 @@ def test_a_rank_on_another_machine_gives_files_the_time_to_be_seen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen = iter([tmp_path / "old", tmp_path / "old", tmp_path / "new"])
-    monkeypatch.setattr(ranks, "job_folder", lambda instance, **_: JobFolder(next(seen)))
-    monkeypatch.setattr(ranks, "_PAUSE_SECONDS", 0)
-    for name, value in {JOB: f"{tmp_path}/new", ranks.WORLD: "2", "WORLD_SIZE": "2"}.items():
+    monkeypatch.setattr(rank, "job_folder", lambda instance, **_: JobFolder(next(seen)))
+    monkeypatch.setattr(rank, "_PAUSE_SECONDS", 0)
+    for name, value in {JOB: f"{tmp_path}/new", rank.WORLD: "2", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SwapError, match="changed after the start"):
         job_of_rank(WORKER)

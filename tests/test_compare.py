@@ -23,8 +23,8 @@ from filelock import FileLock
 from ruamel.yaml import YAML
 from stand_in import RUNS, make_stand_in
 
-from swap_pipeline.environment import num_cores
-from swap_pipeline.leftovers import MARK
+from swap_pipeline.cli.compare.leftovers import MARK
+from swap_pipeline.runtime.environment import num_cores
 
 NAMES = {"swap-0", "small_batch-0", "swa_large_then_small-0"}
 AUTHOR = {f"GIT_{who}_{what}": "test@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}

@@ -12,19 +12,21 @@ import torch
 from conftest import Project
 from torch import nn
 
-from swap_pipeline.checkpoint import read_tensors
-from swap_pipeline.cosine import (
+from swap_pipeline.analysis.gradient_direction import (
     direction,
     labelled_batches,
     mean_gradient,
     snapshots_of_phase1,
     snapshots_of_worker,
 )
-from swap_pipeline.data import Images, derive_seed, draw_epoch
-from swap_pipeline.distributed import Group
-from swap_pipeline.models import load_model
-from swap_pipeline.params import Augment
-from swap_pipeline.sample import chosen
+from swap_pipeline.analysis.sample import chosen
+from swap_pipeline.config.params import Augment
+from swap_pipeline.config.seeds import derive_seed
+from swap_pipeline.data.epochs import draw_epoch
+from swap_pipeline.data.images import Images
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.models.networks import load_model
+from swap_pipeline.storage.tensor_files import read_tensors
 
 CPU = torch.device("cpu")
 ALONE = Group(rank=0, world_size=1, device=CPU)

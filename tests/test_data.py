@@ -10,19 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms import functional
 
-from swap_pipeline import data
-from swap_pipeline.checkpoint import digest_of, write_tensors
-from swap_pipeline.data import (
-    EpochChoices,
-    Images,
-    derive_seed,
-    draw_epoch,
-    make_batch,
-    read_images,
-    read_meta,
-    seed_torch,
-)
-from swap_pipeline.files import write_json
+from swap_pipeline.config.seeds import derive_seed
+from swap_pipeline.data import augmentation
+from swap_pipeline.data.epochs import EpochChoices, draw_epoch
+from swap_pipeline.data.images import Images, make_batch, read_images
+from swap_pipeline.data.prepared import read_meta
+from swap_pipeline.engine.placement import seed_torch
+from swap_pipeline.storage.files import write_json
+from swap_pipeline.storage.tensor_files import digest_of, write_tensors
 
 CPU = torch.device("cpu")
 MEAN = np.array([120.5, 60.25, 200.125], dtype=np.float32)
@@ -315,8 +310,8 @@ def test_squares_are_cut_out_alike_by_index_and_by_mask(size: int) -> None:
     top, left = (torch.randint(length - size + 1, (20,), generator=generator) for length in (8, 9))
     by_index, by_mask = pixels.clone(), pixels.clone()
 
-    data._cut_out_by_index(by_index, top, left, size)
-    data._cut_out_by_mask(by_mask, top, left, size)
+    augmentation.cut_out_by_index(by_index, top, left, size)
+    augmentation.cut_out_by_mask(by_mask, top, left, size)
 
     assert torch.equal(by_index, by_mask) and not torch.equal(by_index, pixels)
 

@@ -24,11 +24,13 @@ from conftest import Project
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from swap_pipeline import datasets
-from swap_pipeline.data import read_images, read_meta
-from swap_pipeline.datasets import FACTS, Facts, choose_balanced, prepare
+from swap_pipeline.config.params import Data
+from swap_pipeline.data.images import read_images
+from swap_pipeline.data.prepared import read_meta
+from swap_pipeline.datasets import arrays as official
+from swap_pipeline.datasets.prepare import FACTS, Facts, choose_balanced, prepare
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import Data
+from swap_pipeline.storage import tensor_files
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "data" / "fashion-mini.safetensors"
@@ -236,10 +238,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.delenv("DVC_ROOT", raising=False)
     for constant in ("CIFAR10_URL", "CIFAR100_URL"):
-        name = getattr(datasets, constant).rpartition("/")[2]
-        monkeypatch.setattr(datasets, constant, f"http://127.0.0.1:9/{name}")  # nobody listens there
-    monkeypatch.setattr(datasets, "FASHION_MNIST_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(datasets, "FASHION_MNIST_DEBIAN", tmp_path / "not-installed")
+        name = getattr(official, constant).rpartition("/")[2]
+        monkeypatch.setattr(official, constant, f"http://127.0.0.1:9/{name}")  # nobody listens there
+    monkeypatch.setattr(official, "FASHION_MNIST_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(official, "FASHION_MNIST_DEBIAN", tmp_path / "not-installed")
     return folder
 
 
@@ -249,7 +251,7 @@ def all_files(folder: Path) -> list[str]:
 
 def test_cifar10_is_read_from_the_official_archive(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     md5 = pack(here / "data/raw/cifar-10-binary.tar.gz", CIFAR10_FILES)
-    monkeypatch.setattr(datasets, "CIFAR10_MD5", md5)
+    monkeypatch.setattr(official, "CIFAR10_MD5", md5)
 
     line = prepare(settings("cifar10"), here / "prepared")
 
@@ -276,7 +278,7 @@ def test_cifar100_has_the_fine_labels(here: Path, monkeypatch: pytest.MonkeyPatc
         "cifar-100-binary/test.bin": test.tobytes(),
         "cifar-100-binary/train.bin": train.tobytes(),
     }
-    monkeypatch.setattr(datasets, "CIFAR100_MD5", pack(here / "data/raw/cifar-100-binary.tar.gz", files))
+    monkeypatch.setattr(official, "CIFAR100_MD5", pack(here / "data/raw/cifar-100-binary.tar.gz", files))
 
     prepare(settings("cifar100"), here / "prepared")
 
@@ -302,7 +304,7 @@ def test_an_archive_that_does_not_hold_what_it_should_is_refused(
 ) -> None:
     files = {**CIFAR10_FILES, **{f"cifar-10-batches-bin/{name}": content for name, content in changes.items()}}
     whole = {name: content for name, content in files.items() if content is not None}
-    monkeypatch.setattr(datasets, "CIFAR10_MD5", pack(here / "data/raw/cifar-10-binary.tar.gz", whole))
+    monkeypatch.setattr(official, "CIFAR10_MD5", pack(here / "data/raw/cifar-10-binary.tar.gz", whole))
 
     with pytest.raises(SwapError) as caught:
         prepare(settings("cifar10"), here / "prepared")
@@ -316,7 +318,7 @@ def test_an_archive_that_cannot_be_unpacked_is_refused(here: Path, monkeypatch: 
     pack(path, CIFAR10_FILES)
     for data in (path.read_bytes()[:-3000], b"no archive"):
         path.write_bytes(data)
-        monkeypatch.setattr(datasets, "CIFAR10_MD5", hashlib.md5(data).hexdigest())
+        monkeypatch.setattr(official, "CIFAR10_MD5", hashlib.md5(data).hexdigest())
 
         with pytest.raises(SwapError, match=r"cifar-10-binary\.tar\.gz cannot be unpacked"):
             prepare(settings("cifar10"), here / "prepared")
@@ -337,7 +339,7 @@ def test_a_file_with_another_checksum_is_refused_by_name(here: Path) -> None:
 def test_an_experiment_elsewhere_finds_the_archive_of_its_project(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "CIFAR10_MD5", pack(here / "data/raw/cifar-10-binary.tar.gz", CIFAR10_FILES))
+    monkeypatch.setattr(official, "CIFAR10_MD5", pack(here / "data/raw/cifar-10-binary.tar.gz", CIFAR10_FILES))
     experiment = tmp_path / "experiment"
     (experiment / "data/raw").mkdir(parents=True)
     monkeypatch.chdir(experiment)
@@ -378,9 +380,9 @@ def published(tmp_path: Path) -> Path:
 
 
 def test_a_missing_archive_is_downloaded_once(here: Path, published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "CIFAR10_MD5", pack(published / "cifar-10-binary.tar.gz", CIFAR10_FILES))
+    monkeypatch.setattr(official, "CIFAR10_MD5", pack(published / "cifar-10-binary.tar.gz", CIFAR10_FILES))
     with serving(published) as address:
-        monkeypatch.setattr(datasets, "CIFAR10_URL", f"{address}/cifar-10-binary.tar.gz")
+        monkeypatch.setattr(official, "CIFAR10_URL", f"{address}/cifar-10-binary.tar.gz")
         prepare(settings("cifar10"), here / "prepared")
     downloaded = (here / ".swap/downloads/cifar-10-binary.tar.gz").read_bytes()
 
@@ -396,7 +398,7 @@ def test_a_missing_archive_is_downloaded_once(here: Path, published: Path, monke
 def test_what_lies_in_data_root_is_taken_before_anything_is_downloaded(
     here: Path, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "CIFAR10_MD5", pack(here / "data/raw/cifar-10-binary.tar.gz", CIFAR10_FILES))
+    monkeypatch.setattr(official, "CIFAR10_MD5", pack(here / "data/raw/cifar-10-binary.tar.gz", CIFAR10_FILES))
 
     prepare(settings("cifar10"), here / "prepared")  # the address of `here` leads nowhere
 
@@ -409,7 +411,7 @@ def test_a_download_with_another_checksum_is_refused_and_not_kept(
     pack(published / "cifar-10-binary.tar.gz", CIFAR10_FILES)
     with serving(published) as address:
         url = f"{address}/cifar-10-binary.tar.gz"
-        monkeypatch.setattr(datasets, "CIFAR10_URL", url)
+        monkeypatch.setattr(official, "CIFAR10_URL", url)
 
         with pytest.raises(SwapError) as caught:
             prepare(settings("cifar10"), here / "prepared")
@@ -427,14 +429,14 @@ def test_a_failed_download_names_the_file_its_address_and_where_to_put_it(
 ) -> None:
     with serving(published) as address:
         if trouble == "no file":
-            monkeypatch.setattr(datasets, "CIFAR100_URL", f"{address}/cifar-100-binary.tar.gz")
+            monkeypatch.setattr(official, "CIFAR100_URL", f"{address}/cifar-100-binary.tar.gz")
 
         with pytest.raises(SwapError) as caught:
             prepare(settings("cifar100"), here / "prepared")
 
     message = str(caught.value)
     assert message.startswith("cifar-100-binary.tar.gz cannot be downloaded (")
-    assert message.endswith(f": get it from {datasets.CIFAR100_URL} and put it into data/raw")
+    assert message.endswith(f": get it from {official.CIFAR100_URL} and put it into data/raw")
     assert ("404" if trouble == "no file" else "refused") in message and "\n" not in message
     assert all_files(here) == []
 
@@ -442,7 +444,7 @@ def test_a_failed_download_names_the_file_its_address_and_where_to_put_it(
 def test_the_stage_downloads_with_a_line_and_without_noise(project: Project, published: Path) -> None:
     """Addresses and checksums stand in the module as plain text, so a project can be pointed elsewhere."""
     md5 = pack(published / "cifar-10-binary.tar.gz", CIFAR10_FILES)
-    module = project.root / "swap_pipeline/datasets.py"
+    module = project.root / "swap_pipeline/datasets/arrays.py"
     project.set_params({"data.name": "cifar10"})
     with serving(published) as address:
         text = module.read_text().replace("https://www.cs.toronto.edu/~kriz", address)
@@ -476,14 +478,14 @@ def as_published(name: str) -> bytes:
 def test_fashion_mnists_checksums_and_address_are_those_of_torchvision() -> None:
     theirs = torchvision.datasets.FashionMNIST
 
-    assert {name: md5 for name, (md5, _) in datasets.FASHION_MNIST_MD5.items()} == dict(theirs.resources)
-    assert f"{datasets.FASHION_MNIST_URL}/" in theirs.mirrors
-    assert list(datasets.FASHION_MNIST_CLASSES) == theirs.classes == CLASSES
+    assert {name: md5 for name, (md5, _) in official.FASHION_MNIST_MD5.items()} == dict(theirs.resources)
+    assert f"{official.FASHION_MNIST_URL}/" in theirs.mirrors
+    assert list(official.FASHION_MNIST_CLASSES) == theirs.classes == CLASSES
 
 
 @needs_fashion_mnist
 def test_fashion_mnist_is_found_where_debian_puts_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "FASHION_MNIST_DEBIAN", DEBIAN)
+    monkeypatch.setattr(official, "FASHION_MNIST_DEBIAN", DEBIAN)
 
     line = prepare(settings("fashion-mnist"), here / "prepared")
 
@@ -500,7 +502,7 @@ def test_fashion_mnist_is_found_where_debian_puts_it(here: Path, monkeypatch: py
 
 @needs_fashion_mnist
 def test_the_published_files_of_fashion_mnist_have_the_same_contents(here: Path) -> None:
-    for name, (md5, contents_md5) in datasets.FASHION_MNIST_MD5.items():
+    for name, (md5, contents_md5) in official.FASHION_MNIST_MD5.items():
         data = as_published(name)
         (here / "data/raw" / name).write_bytes(data)
         assert hashlib.md5(data).hexdigest() == md5
@@ -515,7 +517,7 @@ def test_the_published_files_of_fashion_mnist_have_the_same_contents(here: Path)
 @needs_fashion_mnist
 @pytest.mark.parametrize("harm", ["other contents", "cut short"])
 def test_a_file_of_fashion_mnist_with_other_contents_is_refused_by_name(here: Path, harm: str) -> None:
-    for name in datasets.FASHION_MNIST_MD5:
+    for name in official.FASHION_MNIST_MD5:
         shutil.copy(DEBIAN / name, here / "data/raw")
     path = here / "data/raw/t10k-labels-idx1-ubyte.gz"
     contents = bytearray(gzip.decompress(path.read_bytes()))
@@ -628,14 +630,14 @@ def test_a_failure_while_writing_leaves_nothing_that_looks_whole(
 ) -> None:
     monkeypatch.chdir(ROOT)
     prepare(settings("fashion-mini"), tmp_path / "prepared")
-    write = datasets.write_tensors
+    write = tensor_files.write_tensors
 
     def fill_the_disk(path: Path, *arguments: Any) -> None:
         if path.name == "test.safetensors":
             raise OSError(28, "No space left on device")
         write(path, *arguments)
 
-    monkeypatch.setattr(datasets, "write_tensors", fill_the_disk)
+    monkeypatch.setattr("swap_pipeline.datasets.prepare.write_tensors", fill_the_disk)
     with pytest.raises(OSError, match="No space left"):
         prepare(settings("fashion-mini", train_images=100), tmp_path / "prepared")
 

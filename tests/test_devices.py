@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from swap_pipeline.devices import Share, share_of_phase1, share_of_worker
 from swap_pipeline.errors import SwapError
-from swap_pipeline.jobs import Machine
+from swap_pipeline.launch.devices import Share, share_of_phase1, share_of_worker
+from swap_pipeline.launch.jobs import Machine
 
 
 def gpus(count: int, *, nodes: int = 1, cores: int = 64) -> Machine:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from conftest import Project
 
-from swap_pipeline import doctor, precision
-from swap_pipeline.doctor import Finding, examine, json_of, text_of
+from swap_pipeline.cli import doctor
+from swap_pipeline.cli.doctor import Finding, examine, json_of, text_of
+from swap_pipeline.cli.plan.facts import devices_here
+from swap_pipeline.cli.plan.forecast import plan_params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.engine import precision
 from swap_pipeline.errors import SwapError
-from swap_pipeline.jobs import Machine
-from swap_pipeline.params import read_params
-from swap_pipeline.plan_facts import devices_here
-from swap_pipeline.planning import plan_params
+from swap_pipeline.launch.jobs import Machine
 
 
 @pytest.fixture

@@ -22,15 +22,12 @@ from made_up import (
 )
 from PIL import Image
 
-from swap_pipeline.figures import COLOURS, Drawing, picture_bytes, save
-from swap_pipeline.figures_analysis import (
-    draw_cosine,
-    draw_landscape,
-    draw_pairs,
-    draw_subsets,
-    levels_above,
-)
-from swap_pipeline.figures_schedules import (
+from swap_pipeline.cli.compare.tables_page import draw_accuracy_against_time
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.report.figures import COLOURS, Drawing, picture_bytes, save
+from swap_pipeline.report.figures_analysis import draw_cosine, draw_landscape, draw_pairs, draw_subsets, levels_above
+from swap_pipeline.report.figures_schedules import (
     Sampling,
     courses_as_run,
     draw_samplings,
@@ -38,9 +35,7 @@ from swap_pipeline.figures_schedules import (
     planned_courses,
     sampling_of,
 )
-from swap_pipeline.figures_training import draw_training
-from swap_pipeline.params import Params, read_params
-from swap_pipeline.tables_page import draw_accuracy_against_time
+from swap_pipeline.report.figures_training import draw_training
 
 FASHION = read_params(ROOT / "recipes" / "fashion-mini.yaml")
 
@@ -83,7 +78,7 @@ def test_the_course_of_a_run_is_that_of_its_records() -> None:
 
 
 def test_the_rate_that_is_drawn_is_the_one_that_is_trained_with() -> None:
-    from swap_pipeline.schedules import learning_rate_of
+    from swap_pipeline.config.schedules import learning_rate_of
 
     drawing = course(swap_records())
     epochs, rates = zip(*points(drawing, "rate-phase1"), strict=True)

@@ -26,22 +26,25 @@ from PIL import Image
 from ruamel.yaml import YAML
 from torch import nn
 
-from swap_pipeline.averaging import average_files
-from swap_pipeline.checkpoint import digest_of, load_weights, read_tensors
-from swap_pipeline.data import Meta, read_images, read_meta
-from swap_pipeline.distributed import Group
+from swap_pipeline.averaging.mean import average_files
+from swap_pipeline.cli.predict import predict
+from swap_pipeline.cli.recipes import list_recipes, origin_of_params, use_recipe
+from swap_pipeline.config.params import Optimizer, Params
+from swap_pipeline.config.reading import parse_params, read_params
+from swap_pipeline.data.images import read_images
+from swap_pipeline.data.loader import FileImages
+from swap_pipeline.data.prepared import Meta, read_meta
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.opening import view_of_checkpoint
+from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
-from swap_pipeline.loader import FileImages
-from swap_pipeline.models import ResNet9, load_model
-from swap_pipeline.params import Optimizer, Params, parse_params, read_params
-from swap_pipeline.precision import Scaler
-from swap_pipeline.predict import predict
-from swap_pipeline.recipes import list_recipes, origin_of_params, use_recipe
-from swap_pipeline.resuming import State, resume
-from swap_pipeline.runs import Run
-from swap_pipeline.sgd import Sgd
-from swap_pipeline.shards import Shards
-from swap_pipeline.training_job import view_of_checkpoint
+from swap_pipeline.models.networks import ResNet9, load_model
+from swap_pipeline.storage.tensor_files import digest_of, read_tensors
+from swap_pipeline.storage.weights import load_weights
+from swap_pipeline.training.resuming import State, resume
+from swap_pipeline.training.run import Run
+from swap_pipeline.training.sgd import Sgd
+from swap_pipeline.training.shards import Shards
 
 CPU = torch.device("cpu")
 ALONE = Group(rank=0, world_size=1, device=CPU)

@@ -15,11 +15,11 @@ import torch
 from conftest import Project
 from PIL import Image
 
-from swap_pipeline.checkpoint import read_tensors, write_tensors
+from swap_pipeline.datasets.image_folders import EXTENSIONS
 from swap_pipeline.errors import SwapError, printable
-from swap_pipeline.image_files import FORMATS, decode, shape_of
-from swap_pipeline.image_folders import EXTENSIONS
-from swap_pipeline.models import load_model
+from swap_pipeline.models.networks import load_model
+from swap_pipeline.storage.image_files import FORMATS, decode, shape_of
+from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
 
 MODEL = "checkpoints/phase3/model.safetensors"
 HOSTILE_NAME = "ant\x1b[2J\x07\r\n\u202etac.exe\u2028bee"
@@ -222,7 +222,7 @@ def test_an_own_network_that_cannot_be_made_without_values_is_bounded_too(
 
 
 def test_a_network_that_computes_while_it_is_made_is_still_loaded(tmp_path: Path) -> None:
-    from swap_pipeline.models import new_network
+    from swap_pipeline.models.networks import new_network
 
     network = new_network(described("torchvision:regnet_y_400mf"), seed=1)
     path = checkpoint(

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.image_files import decode, find_root
+from swap_pipeline.runtime.environment import find_root
+from swap_pipeline.storage.image_files import decode
 
 COLOURS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
 GREYS = COLOURS[:, :, 0]

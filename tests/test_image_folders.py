@@ -24,10 +24,10 @@ from PIL import Image
 from safetensors import safe_open
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from swap_pipeline import image_folders
-from swap_pipeline.datasets import prepare
+from swap_pipeline.config.params import Data
+from swap_pipeline.datasets import image_folders
+from swap_pipeline.datasets.prepare import prepare
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import Data
 
 REAL = os.environ.get("SWAP_TEST_IMAGE_FOLDER")
 

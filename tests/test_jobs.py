@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from swap_pipeline import ranks
-from swap_pipeline.instances import PHASE1
-from swap_pipeline.jobs import STDERR_FILE, Job, why_incomplete
-from swap_pipeline.pulse import Pulse
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.config.instances import PHASE1
+from swap_pipeline.launch.jobs import STDERR_FILE, Job, why_incomplete
+from swap_pipeline.launch.pulse import Pulse
+from swap_pipeline.runtime import stage_process
+from swap_pipeline.runtime.job_folder import JobFolder
 
 
 @pytest.fixture
@@ -127,9 +127,9 @@ def test_a_signal_before_any_job_is_at_work_ends_in_a_line_and_the_usual_code(
         monkeypatch.delenv(name, raising=False)
 
     def main() -> None:
-        raise ranks.Interrupted(2)
+        raise stage_process.Interrupted(2)
 
     with pytest.raises(SystemExit) as left:
-        ranks.run_stage(main)
+        stage_process.run_stage(main)
     assert left.value.code == 130
     assert capsys.readouterr().out == "interrupted: `dvc repro` goes on from here\n"

@@ -16,13 +16,16 @@ from test_resume import processes_in, wait_until
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from swap_pipeline.checkpoint import read_point, read_tensors, write_point
-from swap_pipeline.data import derive_seed, draw_epoch
-from swap_pipeline.landscape import Chart, Errors, as_json, charts_of, cost
-from swap_pipeline.models import load_model
-from swap_pipeline.planes import Plane
-from swap_pipeline.progress import roughly
-from swap_pipeline.sample import chosen
+from swap_pipeline.analysis.landscape import Chart, Errors, as_json, charts_of
+from swap_pipeline.analysis.landscape_job import cost
+from swap_pipeline.analysis.planes import Plane
+from swap_pipeline.analysis.sample import chosen
+from swap_pipeline.config.seeds import derive_seed
+from swap_pipeline.data.epochs import draw_epoch
+from swap_pipeline.engine.results import read_point, write_point
+from swap_pipeline.models.networks import load_model
+from swap_pipeline.runtime.progress import roughly
+from swap_pipeline.storage.tensor_files import read_tensors
 
 # Of 240 and 120: many enough to tell models apart.
 TRAIN, TEST = 200, 110

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import Project
 
-from swap_pipeline.last_resort import line_of
+from swap_pipeline.runtime.last_resort import line_of
 
 SABOTAGE = """
 import errno, hashlib, os, pathlib, sys

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from swap_pipeline import devices, environment, launch, ranks
-from swap_pipeline.devices import share_of_phase1, share_of_worker, this_machine
+from swap_pipeline.config.instances import PHASE1, worker
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import PHASE1, worker
-from swap_pipeline.jobs import Job, Machine
-from swap_pipeline.launch import job_with
-from swap_pipeline.scratch import JobFolder, Lock
+from swap_pipeline.launch import devices, stage_jobs
+from swap_pipeline.launch.devices import share_of_phase1, share_of_worker, this_machine
+from swap_pipeline.launch.jobs import Job, Machine
+from swap_pipeline.launch.stage_jobs import job_with
+from swap_pipeline.runtime import environment, rank, stage_process
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.locks import Lock
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "_gpus", lambda: tuple("01234567"))
     monkeypatch.setattr(environment, "num_cores", lambda: 64)
-    monkeypatch.setattr(launch, "job_folder", lambda instance, **_: JobFolder(Path(instance.stage)))
+    monkeypatch.setattr(stage_jobs, "job_folder", lambda instance, **_: JobFolder(Path(instance.stage)))
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -48,9 +50,9 @@ def test_more_processes_than_gpus_are_refused() -> None:
 def test_nohup_stays_in_force_and_other_signals_become_exceptions() -> None:
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ranks.signals_as_exceptions():
+        with stage_process.signals_as_exceptions():
             os.kill(os.getpid(), signal.SIGHUP)
-            with pytest.raises(ranks.Interrupted):
+            with pytest.raises(stage_process.Interrupted):
                 os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGHUP, old)
@@ -76,15 +78,15 @@ def test_a_launcher_whose_dvc_was_killed_starts_nothing_more(tmp_path: Path, mon
     job = Job(
         instance=PHASE1, device_type="cpu", processes=1, threads=1, num_devices=1, folder=JobFolder(Path("scratch"))
     )
-    monkeypatch.setattr(ranks, "_STARTED_BY", -1)
-    assert launch.run_jobs([job]) == {}
+    monkeypatch.setattr(stage_process, "_STARTED_BY", -1)
+    assert stage_jobs.run_jobs([job]) == {}
     assert not job.folder.path.exists()
 
 
 @pytest.mark.parametrize("was_on", [True, False])
 def test_garbage_is_collected_again_after_imports_also_failed_ones_if_it_was_before(was_on: bool) -> None:
     def fail() -> None:
-        with ranks.quick_imports():
+        with rank.quick_imports():
             assert not gc.isenabled()
             raise ImportError
 

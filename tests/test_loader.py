@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import v2
 
-from swap_pipeline.checkpoint import write_tensors
-from swap_pipeline.data import Meta, View, batch_share, draw_epoch
+from swap_pipeline.data.epochs import batch_share, draw_epoch
+from swap_pipeline.data.loader import FileImages, random_box, random_crop, rectangle
+from swap_pipeline.data.prepared import Meta, View
 from swap_pipeline.errors import SwapError
-from swap_pipeline.loader import FileImages, random_box, random_crop, rectangle
+from swap_pipeline.storage.tensor_files import write_tensors
 
 CPU = torch.device("cpu")
 META = Meta(classes=("a", "b", "c"), shape=None, channels=3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5))
@@ -275,7 +276,7 @@ def test_a_loader_that_is_killed_is_noticed(folder: Path, monkeypatch: pytest.Mo
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    monkeypatch.setattr("swap_pipeline.loader.decode", kill_oneself)
+    monkeypatch.setattr("swap_pipeline.data.loader.decode", kill_oneself)
 
     with pytest.raises(SwapError, match=r"a process that decodes images was ended .*worker.*"):
         epoch(opened(folder))

@@ -12,7 +12,7 @@ import pytest
 from conftest import Project
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.scratch import Lock
+from swap_pipeline.runtime.locks import Lock
 
 Content = dict[str, tuple[int, str]]
 

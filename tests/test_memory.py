@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swap_pipeline.engine.out_of_memory import must_fit
 from swap_pipeline.errors import SwapError
-from swap_pipeline.memory import must_fit
 
 
 def test_a_batch_that_does_not_fit_into_memory_is_named_with_the_way_out() -> None:

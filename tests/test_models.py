@@ -25,11 +25,11 @@ import torchvision
 from torch import nn
 
 import swap_pipeline
-from swap_pipeline.checkpoint import write_tensors
+from swap_pipeline.config.params import Model
 from swap_pipeline.errors import SwapError
-from swap_pipeline.models import ResNet9, describe_network, load_model, load_pretrained, new_network
-from swap_pipeline.own_network import is_own, source_file
-from swap_pipeline.params import Model
+from swap_pipeline.models.networks import ResNet9, describe_network, load_model, load_pretrained, new_network
+from swap_pipeline.runtime.user_code import is_own, source_file
+from swap_pipeline.storage.tensor_files import write_tensors
 
 TORCHVISION = torchvision.models.list_models(module=torchvision.models)
 
@@ -695,7 +695,10 @@ def test_the_file_of_an_own_network_is_found_without_importing_anything(root: Pa
 
     assert source_file("nets.small:flat") == Path("nets/small.py")
     assert source_file("nets:flat") == Path("nets/__init__.py")
-    assert source_file("swap_pipeline.models:ResNet9") == Path(swap_pipeline.__file__).with_name("models.py")
+    assert (
+        source_file("swap_pipeline.models.networks:ResNet9")
+        == Path(swap_pipeline.__file__).parent / "models/networks.py"
+    )
     with pytest.raises(SwapError, match=r"^params\.yaml: .* no module nets\.smal, .*did you mean nets\.small"):
         source_file("nets.smal:flat")
 

@@ -11,9 +11,9 @@ from conftest import Project
 from test_training import a_run, small_network, train_here, weights_of
 from torch import nn
 
-from swap_pipeline.checkpoint import read_tensors
-from swap_pipeline.params import Augment
-from swap_pipeline.sgd import Sgd
+from swap_pipeline.config.params import Augment
+from swap_pipeline.storage.tensor_files import read_tensors
+from swap_pipeline.training.sgd import Sgd
 
 
 @pytest.fixture

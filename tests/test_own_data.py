@@ -16,7 +16,7 @@ from conftest import Project, made_once, make_project
 from PIL import Image
 from safetensors.numpy import load_file
 
-from swap_pipeline.checkpoint import TensorFile
+from swap_pipeline.storage.tensor_files import TensorFile
 
 pytestmark = pytest.mark.long
 

@@ -15,11 +15,11 @@ import pytest
 from conftest import ROOT
 from made_up import PAGES, landscape_record, lay_out, swap_records, training_record, workers_record, write_pages
 
-from swap_pipeline import provenance
-from swap_pipeline.analysis_page import analysis_page, draw_analysis
-from swap_pipeline.files import write_json
-from swap_pipeline.page import element, from_markdown, joined, page, table
-from swap_pipeline.report import models_before_averaging, result_rows, result_table, summarise
+from swap_pipeline.report import provenance
+from swap_pipeline.report.analysis_page import analysis_page, draw_analysis
+from swap_pipeline.report.page import element, from_markdown, joined, page, table
+from swap_pipeline.report.summary import models_before_averaging, result_rows, result_table, summarise
+from swap_pipeline.storage.files import write_json
 
 EVIL = "<script>alert('x')</script> & \"quotes\""
 

@@ -10,9 +10,10 @@ import pytest
 from conftest import ROOT, set_params
 from ruamel.yaml import YAML
 
+from swap_pipeline.cli.params_text import Entry, entries, text_of
+from swap_pipeline.config.params import Augment, Compute, Model, Optimizer, Phase3
+from swap_pipeline.config.reading import parse_params, read_params
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import Augment, Compute, Model, Optimizer, Phase3, parse_params, read_params
-from swap_pipeline.params_text import Entry, entries, text_of
 
 
 def tree() -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_nothing_to_do_the_second_time(finished: Project) -> None:
 
 
 def test_checkpoints_hold_no_clock_host_or_path(finished_project: Project) -> None:
-    from swap_pipeline.checkpoint import TensorFile
+    from swap_pipeline.storage.tensor_files import TensorFile
 
     info = TensorFile(finished_project.root / WORKERS[1] / "model.safetensors").info
     assert set(info) == {"model", "classes", "shape", "mean", "std", "phase", "seed"}

@@ -20,21 +20,22 @@ from conftest import ROOT
 from PIL import Image
 from ruamel.yaml import YAML
 
-from swap_pipeline import plan_facts
-from swap_pipeline.checkpoint import TensorFile, write_tensors
-from swap_pipeline.devices import share_of_phase1, share_of_worker
-from swap_pipeline.durations import duration
+from swap_pipeline.cli.plan import facts
+from swap_pipeline.cli.plan.facts import data_facts, devices_here, network_facts, planned_devices
+from swap_pipeline.cli.plan.forecast import plan_params
+from swap_pipeline.cli.plan.plan import DataFacts, Devices, Flops, NetworkFacts, Plan, RunPlan, make_plan
+from swap_pipeline.cli.plan.plot import draw
+from swap_pipeline.cli.plan.text import text_of
+from swap_pipeline.cli.plan.throughput import measure_throughput
+from swap_pipeline.cli.plan.times import Forecast, Throughput, Times, expected_times
+from swap_pipeline.config.params import Compute, Data, Model, Params
+from swap_pipeline.config.reading import parse_params, read_params
 from swap_pipeline.errors import SwapError
-from swap_pipeline.jobs import Machine
-from swap_pipeline.models import describe_network, new_network
-from swap_pipeline.params import Compute, Data, Model, Params, parse_params, read_params
-from swap_pipeline.plan import DataFacts, Devices, Flops, NetworkFacts, Plan, RunPlan, make_plan
-from swap_pipeline.plan_facts import data_facts, devices_here, network_facts, planned_devices
-from swap_pipeline.plan_plot import draw
-from swap_pipeline.plan_text import text_of
-from swap_pipeline.plan_times import Forecast, Throughput, Times, expected_times
-from swap_pipeline.planning import plan_params
-from swap_pipeline.throughput import measure_throughput
+from swap_pipeline.launch.devices import share_of_phase1, share_of_worker
+from swap_pipeline.launch.jobs import Machine
+from swap_pipeline.models.networks import describe_network, new_network
+from swap_pipeline.report.durations import duration
+from swap_pipeline.storage.tensor_files import TensorFile, write_tensors
 
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if "." not in path.stem)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -618,7 +619,7 @@ def test_this_machine_is_used_as_the_pipeline_would_use_it(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     machine = Machine(device_type=device_type, devices=tuple(map(str, range(num_devices))), cores=cores)
-    monkeypatch.setattr(plan_facts, "this_machine", lambda: machine)
+    monkeypatch.setattr(facts, "this_machine", lambda: machine)
     here = devices_here(params_with(PAPER_CIFAR10))
     assert (here.kind, here.count, here.phase1.processes, here.phase1.num_devices, here.max_workers) == expected
     assert here.worker.processes == 1

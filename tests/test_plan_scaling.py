@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from conftest import ROOT
 
-from swap_pipeline.cli import main
-from swap_pipeline.plan_scaling import Hardware, ring_seconds, scaling, tables
+from swap_pipeline.cli.main import main
+from swap_pipeline.cli.plan.scaling import Hardware, ring_seconds, scaling, tables
 
 SIMPLE = Hardware(
     link_bytes_per_second=1e9,

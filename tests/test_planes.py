@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from swap_pipeline.checkpoint import write_tensors
+from swap_pipeline.analysis.planes import Plane, axis, parameter_names, read_vector, set_parameters
 from swap_pipeline.errors import SwapError
-from swap_pipeline.planes import Plane, axis, parameter_names, read_vector, set_parameters
+from swap_pipeline.storage.tensor_files import write_tensors
 
 
 def weights(seed: int, size: int = 5000) -> torch.Tensor:

@@ -19,12 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from swap_pipeline.averaging import average_files
-from swap_pipeline.checkpoint import read_tensors, write_tensors
-from swap_pipeline.data import batch_share, draw_epoch, steps_per_epoch
+from swap_pipeline.averaging.mean import average_files
+from swap_pipeline.config.params import Params, Schedule
+from swap_pipeline.config.reading import parse_params
+from swap_pipeline.config.schedules import PiecewiseLinear, by_epoch, learning_rate_of
+from swap_pipeline.data.epochs import batch_share, draw_epoch, steps_per_epoch
 from swap_pipeline.errors import SwapError
-from swap_pipeline.params import Params, Schedule, parse_params
-from swap_pipeline.schedules import PiecewiseLinear, by_epoch, learning_rate_of
+from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
 
 # Reproducible, and without limits of time: what else the machine does is not the code's fault.
 settings.register_profile("swap", derandomize=True, deadline=None, max_examples=60, database=None)

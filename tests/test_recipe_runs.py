@@ -20,14 +20,17 @@ from safetensors.numpy import load_file
 from stages.phase1 import train_phase1
 from stages.phase2 import train_worker
 from stages.phase3 import PHASE3, average_workers, models_after
-from swap_pipeline import datasets
-from swap_pipeline.checkpoint import TensorFile
-from swap_pipeline.data import steps_per_epoch
-from swap_pipeline.files import read_json
-from swap_pipeline.instances import PHASE1, Instance, worker
-from swap_pipeline.params import Params, read_params
-from swap_pipeline.schedules import by_epoch
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.config.instances import PHASE1, Instance, worker
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.config.schedules import by_epoch
+from swap_pipeline.data.epochs import steps_per_epoch
+from swap_pipeline.datasets import arrays
+from swap_pipeline.datasets.prepare import prepare
+from swap_pipeline.launch.collecting import collect
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.storage.files import read_json
+from swap_pipeline.storage.tensor_files import TensorFile
 
 RANDOM = np.random.default_rng(0)
 
@@ -54,7 +57,7 @@ def cifar10(num_train: int, patch: pytest.MonkeyPatch) -> None:
     members = {f"cifar-10-batches-bin/data_batch_{i}.bin": records(num_train // 5, 1, 10) for i in range(1, 6)}
     members["cifar-10-batches-bin/test_batch.bin"] = records(100, 1, 10)
     members["cifar-10-batches-bin/batches.meta.txt"] = "\n".join(f"class {i}" for i in range(10)).encode()
-    patch.setattr(datasets, "CIFAR10_MD5", archive(Path("data/raw/cifar-10-binary.tar.gz"), members))
+    patch.setattr(arrays, "CIFAR10_MD5", archive(Path("data/raw/cifar-10-binary.tar.gz"), members))
 
 
 def cifar100(num_train: int, patch: pytest.MonkeyPatch) -> None:
@@ -63,7 +66,7 @@ def cifar100(num_train: int, patch: pytest.MonkeyPatch) -> None:
         "cifar-100-binary/test.bin": records(200, 2, 100),
         "cifar-100-binary/fine_label_names.txt": "\n".join(f"class {i}" for i in range(100)).encode(),
     }
-    patch.setattr(datasets, "CIFAR100_MD5", archive(Path("data/raw/cifar-100-binary.tar.gz"), members))
+    patch.setattr(arrays, "CIFAR100_MD5", archive(Path("data/raw/cifar-100-binary.tar.gz"), members))
 
 
 def fashion_mnist(num_train: int, patch: pytest.MonkeyPatch) -> None:
@@ -77,11 +80,11 @@ def fashion_mnist(num_train: int, patch: pytest.MonkeyPatch) -> None:
             path = Path(f"data/raw/{split}-{name}-ubyte.gz")
             path.write_bytes(gzip.compress(head + array.tobytes()))
             sums[path.name] = (hashlib.md5(path.read_bytes()).hexdigest(), "")
-    patch.setattr(datasets, "FASHION_MNIST_MD5", sums)
+    patch.setattr(arrays, "FASHION_MNIST_MD5", sums)
 
 
 def fashion_mini(num_train: int, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(datasets, "FASHION_MINI", ROOT / "data" / "fashion-mini.safetensors")
+    patch.setattr(arrays, "FASHION_MINI", ROOT / "data" / "fashion-mini.safetensors")
 
 
 def folder(
@@ -154,7 +157,7 @@ def prepare_here(name: str, changes: dict[str, Any], folder: Path, monkeypatch: 
     set_params(Path("params.yaml"), {**smaller, **changes})
     params = read_params()
     make_data(num_train, monkeypatch)
-    print(datasets.prepare(params.data, Path("data/prepared")))
+    print(prepare(params.data, Path("data/prepared")))
     return params
 
 
@@ -162,7 +165,7 @@ def run_here(instance: Instance, run: Callable[[JobFolder], None]) -> None:
     """What a stage does, in this process."""
     folder = JobFolder(Path("scratch") / instance.stage_name)
     run(folder)
-    folder.collect(instance)
+    collect(folder, instance)
 
 
 def run_all(params: Params) -> None:

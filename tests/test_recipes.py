@@ -16,11 +16,12 @@ import pytest
 import torch
 from conftest import ROOT
 
-from swap_pipeline.data import batch_share, draw_epoch, steps_per_epoch
-from swap_pipeline.methods import read_methods
-from swap_pipeline.params import Augment, Optimizer, Params, Phase1, Phase2, Schedule, parse_params, read_params
-from swap_pipeline.provenance import read_tree
-from swap_pipeline.schedules import by_epoch, learning_rate_of
+from swap_pipeline.cli.compare.methods import read_methods
+from swap_pipeline.config.params import Augment, Optimizer, Params, Phase1, Phase2, Schedule
+from swap_pipeline.config.reading import parse_params, read_params
+from swap_pipeline.config.schedules import by_epoch, learning_rate_of
+from swap_pipeline.data.epochs import batch_share, draw_epoch, steps_per_epoch
+from swap_pipeline.report.provenance import read_tree
 
 NAMES = (
     "cifar10",

@@ -19,12 +19,13 @@ import torchvision
 from numpy.typing import NDArray
 from torch import nn
 
-from swap_pipeline.averaging import average_files
-from swap_pipeline.batchnorm import recompute_statistics
-from swap_pipeline.checkpoint import load_weights, write_tensors
-from swap_pipeline.distributed import Group
-from swap_pipeline.models import describe_network, load_model, new_network
-from swap_pipeline.params import Model
+from swap_pipeline.averaging.batchnorm import recompute_statistics
+from swap_pipeline.averaging.mean import average_files
+from swap_pipeline.config.params import Model
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.models.networks import describe_network, load_model, new_network
+from swap_pipeline.storage.tensor_files import write_tensors
+from swap_pipeline.storage.weights import load_weights
 
 RESNET50 = Model(name="torchvision:resnet50", pretrained=False, zero_init_last_gamma=False)
 DESCRIPTION = describe_network(RESNET50, channels=3, num_classes=5)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from conftest import Project, made_once
 
-from swap_pipeline.checkpoint import read_tensors, write_tensors
-from swap_pipeline.launch import this_machine
+from swap_pipeline.launch.devices import this_machine
+from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
 
 TWO_RANKS = {"SWAP_NPROC": "2"}
 LONGER = {"phase1.shards": 2, "phase1.max_epochs": 30, "phase2.epochs": 30, "workers.seeds": [0, 1]}

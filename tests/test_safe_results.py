@@ -15,8 +15,8 @@ from conftest import Project, set_params
 from test_resume import flip_a_byte, wait_until
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.inputs import hash_of, inputs_stay
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.runtime.inputs import hash_of, inputs_stay
+from swap_pipeline.runtime.job_folder import JobFolder
 
 LONG = {"phase1.max_epochs": 30, "phase2.epochs": 30, "workers.seeds": [0, 1]}
 
@@ -73,14 +73,14 @@ def test_params_that_are_edited_while_workers_train_end_in_one_line_and_never_in
 
 def test_code_that_is_edited_while_phase_1_trains_ends_in_one_line(project: Project) -> None:
     project.set_params(LONG)
-    code_file = project.root / "swap_pipeline" / "training.py"
+    code_file = project.root / "swap_pipeline" / "training" / "loop.py"
     text = code_file.read_text()
 
     code, output = during_repro(project, "phase1", lambda: code_file.write_text(f"{text}# edited\n"), "phase1")
 
     assert code != 0
     (error,) = errors_in(output)
-    assert "swap_pipeline/training.py changed while it ran" in error
+    assert "swap_pipeline/training/loop.py changed while it ran" in error
     assert not (project.root / "checkpoints" / "phase1" / "model.safetensors").exists()
     code_file.write_text(text)
     assert "trained before, taken from" in project.dvc("repro", "phase1")
@@ -138,7 +138,7 @@ def append(path: Path, text: str) -> None:
 
 def test_a_file_that_is_written_again_as_it_was_is_no_change(project: Project) -> None:
     project.set_params({"phase1.max_epochs": 30})
-    code_file = project.root / "swap_pipeline" / "training.py"
+    code_file = project.root / "swap_pipeline" / "training" / "loop.py"
 
     code, output = during_repro(project, "phase1", lambda: code_file.write_text(code_file.read_text()), "phase1")
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from test_loader import CPU, META, SIZES, folder
 
-from swap_pipeline import sample
-from swap_pipeline.checkpoint import digest_of, read_tensors, write_tensors
-from swap_pipeline.data import View
-from swap_pipeline.distributed import Group
-from swap_pipeline.landscape import Prober
-from swap_pipeline.loader import FileImages
-from swap_pipeline.models import new_network
-from swap_pipeline.params import Augment, Compute, Model, Phase3
-from swap_pipeline.planes import parameter_names
-from swap_pipeline.sample import SamePass, chosen, open_sample
-from swap_pipeline.setting import Setting
+from swap_pipeline.analysis import sample
+from swap_pipeline.analysis.landscape_job import Prober
+from swap_pipeline.analysis.planes import parameter_names
+from swap_pipeline.analysis.sample import SamePass, chosen, open_sample
+from swap_pipeline.config.common_params import Setting
+from swap_pipeline.config.params import Augment, Compute, Model, Phase3
+from swap_pipeline.data.loader import FileImages
+from swap_pipeline.data.prepared import View
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.models.networks import new_network
+from swap_pipeline.storage.tensor_files import digest_of, read_tensors, write_tensors
 
 __all__ = ["folder"]  # the fixture, with eleven image files
 

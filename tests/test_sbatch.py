@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from swap_pipeline import sbatch
-from swap_pipeline.cluster import Cluster
+from swap_pipeline.config.instances import Instance
 from swap_pipeline.errors import SwapError
-from swap_pipeline.instances import Instance
-from swap_pipeline.jobs import CODE_FILE, Job, Machine
-from swap_pipeline.progress import Display
-from swap_pipeline.ranks import Interrupted
-from swap_pipeline.sbatch import Queue, Sbatch, Submitted
-from swap_pipeline.scratch import JobFolder
+from swap_pipeline.launch.display import Display
+from swap_pipeline.launch.jobs import CODE_FILE, Job, Machine
+from swap_pipeline.launch.slurm import sbatch
+from swap_pipeline.launch.slurm.cluster import Cluster
+from swap_pipeline.launch.slurm.queue import Queue, Submitted
+from swap_pipeline.launch.slurm.sbatch import Sbatch
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.stage_process import Interrupted
 
 CLUSTER = Cluster(
     machine=Machine(device_type="cpu", devices=("0",), cores=1),

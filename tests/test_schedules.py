@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swap_pipeline.params import Schedule
-from swap_pipeline.schedules import PiecewiseLinear, by_epoch, learning_rate_of, warmup_then_decay
+from swap_pipeline.config.params import Schedule
+from swap_pipeline.config.schedules import PiecewiseLinear, by_epoch, learning_rate_of, warmup_then_decay
 
 
 def close(values: list[float]) -> object:

@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 from test_training import ALONE, COMPUTE, NESTEROV, PLAIN, a_run, random_images, small_network, train_here
 from torch import nn
 
-from swap_pipeline.data import derive_seed, draw_epoch
+from swap_pipeline.config.seeds import derive_seed
+from swap_pipeline.data.epochs import draw_epoch
 from swap_pipeline.errors import SwapError
-from swap_pipeline.progress import Reporter
-from swap_pipeline.shards import Shards
-from swap_pipeline.training import train
+from swap_pipeline.runtime.progress import Reporter
+from swap_pipeline.training.loop import train
+from swap_pipeline.training.shards import Shards
 
 RANKS = """
 import sys; sys.path.insert(0, {tests!r})

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from swap_pipeline import srun
-from swap_pipeline.instances import worker
-from swap_pipeline.jobs import Job, load
-from swap_pipeline.progress import PROGRESS_FILE, Display
-from swap_pipeline.scratch import JobFolder
-from swap_pipeline.srun import Srun, Step
+from swap_pipeline.config.instances import worker
+from swap_pipeline.launch.display import Display
+from swap_pipeline.launch.jobs import Job, load
+from swap_pipeline.launch.slurm import srun
+from swap_pipeline.launch.slurm.srun import Srun, Step
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.progress import PROGRESS_FILE
 
 
 @pytest.fixture

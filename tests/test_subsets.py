@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import Project
 
-from swap_pipeline.checkpoint import write_tensors
-from swap_pipeline.subsets import geometry, subsets_of
+from swap_pipeline.analysis.subsets import geometry, subsets_of
+from swap_pipeline.storage.tensor_files import write_tensors
 
 
 def test_all_choices_of_each_size_are_taken_where_they_are_few() -> None:

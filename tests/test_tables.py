@@ -12,11 +12,11 @@ import pytest
 from conftest import ROOT
 from made_up import METHODS, experiment, made_up_tables
 
-from swap_pipeline.experiments import Experiment
-from swap_pipeline.measured import Measured, student_t
-from swap_pipeline.params import read_params
-from swap_pipeline.tables import Records, Row, Tables, make_tables
-from swap_pipeline.tables_text import as_csv, as_json, best_rows, cells_of, markdown
+from swap_pipeline.cli.compare.experiments import Experiment
+from swap_pipeline.cli.compare.measured import Measured, student_t
+from swap_pipeline.cli.compare.tables import Records, Row, Tables, make_tables
+from swap_pipeline.cli.compare.tables_text import as_csv, as_json, best_rows, cells_of, markdown
+from swap_pipeline.config.reading import read_params
 
 
 def rows_of(tables: Tables, number: int) -> dict[str, list[str]]:

@@ -17,18 +17,18 @@ import torch
 from conftest import ROOT, Clock
 from torch import nn
 
-from swap_pipeline import resuming
-from swap_pipeline.data import Images
-from swap_pipeline.distributed import Group
+from swap_pipeline.config.params import Augment, Compute, Optimizer
+from swap_pipeline.config.schedules import by_epoch, warmup_then_decay
+from swap_pipeline.data.images import Images
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.evaluation import evaluate
+from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
-from swap_pipeline.evaluation import evaluate
-from swap_pipeline.params import Augment, Compute, Optimizer
-from swap_pipeline.precision import Scaler
-from swap_pipeline.progress import Reporter
-from swap_pipeline.runs import Epoch, Record, Run, reason_to_stop
-from swap_pipeline.schedules import by_epoch, warmup_then_decay
-from swap_pipeline.sgd import FiniteGuard, Sgd
-from swap_pipeline.training import train
+from swap_pipeline.runtime.progress import Reporter
+from swap_pipeline.training import resuming
+from swap_pipeline.training.loop import train
+from swap_pipeline.training.run import Epoch, Record, Run, reason_to_stop
+from swap_pipeline.training.sgd import FiniteGuard, Sgd
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 PLAIN = Augment(padding=0, flip=False, cutout=0)
@@ -113,7 +113,7 @@ def weights_of(network: nn.Module) -> torch.Tensor:
 def test_the_clock_runs_over_the_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training step takes 1 s here, any other pass 100 s, and keeping a model 1000 s."""
     clock, network = Clock(), small_network()
-    monkeypatch.setattr("swap_pipeline.training.time", clock)
+    monkeypatch.setattr("swap_pipeline.training.loop.time", clock)
     network.register_forward_pre_hook(lambda module, _: clock.advance(1 if module.training else 100))
 
     record = train_here(network, tmp_path, at_epoch_end=lambda epoch, network: clock.advance(1000))
@@ -125,7 +125,7 @@ def test_the_clock_runs_over_the_steps_alone(tmp_path: Path, monkeypatch: pytest
 
 def test_the_loop_equals_one_written_out_with_plain_torch(tmp_path: Path) -> None:
     """Without augmentation: order from the seed, Nesterov momentum, decay, smoothing, a rate for every step."""
-    from swap_pipeline.data import draw_epoch
+    from swap_pipeline.data.epochs import draw_epoch
 
     data, oracle = random_images(), small_network()
     sgd = torch.optim.SGD(oracle.parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
@@ -226,8 +226,8 @@ def test_training_in_one_process_does_not_import_the_compiler(tmp_path: Path) ->
 
 
 def test_batch_size_and_learning_rate_change_at_their_epochs(tmp_path: Path) -> None:
-    from swap_pipeline.data import draw_epoch
-    from swap_pipeline.schedules import PiecewiseLinear
+    from swap_pipeline.config.schedules import PiecewiseLinear
+    from swap_pipeline.data.epochs import draw_epoch
 
     data, oracle = random_images(), small_network()
     sgd = torch.optim.SGD(oracle.parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
@@ -279,7 +279,7 @@ def test_trying_a_network_out_leaves_no_trace_in_it(tmp_path: Path) -> None:
 
 
 def test_parameters_that_nothing_depends_on_are_named_for_several_ranks() -> None:
-    from swap_pipeline.training import _check_that_all_learn
+    from swap_pipeline.training.loop import _check_that_all_learn
 
     network = small_network()
     network.add_module("spare", nn.Linear(2, 2))
@@ -306,7 +306,7 @@ def test_models_on_the_way_are_those_of_a_run_that_ended_there(tmp_path: Path) -
 
 def test_training_accuracy_counts_every_image_of_the_epoch(tmp_path: Path) -> None:
     """With a rate of almost nothing the network stays as it is, so the epoch's accuracy can be counted by hand."""
-    from swap_pipeline.data import draw_epoch
+    from swap_pipeline.data.epochs import draw_epoch
 
     data, network = random_images(), small_network()
     order = draw_epoch(seed=5, epoch=0, num_images=40, image_size=(8, 8)).order[:36]

@@ -123,7 +123,7 @@ def rank_processes(project: Project, rank: int) -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if f"RANK={rank}".encode() in variables and b"swap_pipeline.torchrun" not in words:
+        if f"RANK={rank}".encode() in variables and b"swap_pipeline.launch.torchrun" not in words:
             found.append(pid)
     return found
 

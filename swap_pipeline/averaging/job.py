@@ -1,0 +1,193 @@
+"""The mean of several models as a job: weights averaged, batch-norm statistics of its own, tested."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from swap_pipeline.averaging.batchnorm import batches_of_rank, recompute_statistics
+from swap_pipeline.averaging.mean import average_files, check_origin
+from swap_pipeline.config.common_params import Setting
+from swap_pipeline.config.params import Phase3
+from swap_pipeline.data.images import Split
+from swap_pipeline.data.prepared import Meta, View
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.evaluation import Score, evaluate
+from swap_pipeline.engine.opening import open_data, view_of_checkpoint
+from swap_pipeline.engine.out_of_memory import must_fit
+from swap_pipeline.engine.placement import set_up
+from swap_pipeline.engine.precision import autocast
+from swap_pipeline.engine.results import describe_model, read_point, write_point, write_result
+from swap_pipeline.models.networks import describe_network, new_network
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.progress import Reporter, time_left
+from swap_pipeline.storage.tensor_files import TensorFile
+from swap_pipeline.storage.weights import load_weights
+
+# Of averaging: each takes up to 4 MB, and opens all files.
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averager:
+    """What it takes to average models and test the mean, again and again: data and a network, on this rank's device."""
+
+    setting: Setting
+    statistics: Phase3
+    group: Group
+    meta: Meta
+    train_images: Split
+    test_images: Split
+    description: Mapping[str, Any]
+    network: nn.Module
+
+    @classmethod
+    def open(cls, setting: Setting, statistics: Phase3, group: Group) -> Averager:
+        meta, train_images, test_images = open_data(setting, group)
+        description = describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes))
+        return cls(
+            setting=setting,
+            statistics=statistics,
+            group=group,
+            meta=meta,
+            train_images=train_images,
+            test_images=test_images,
+            description=description,
+            network=new_network(description, seed=0),
+        )
+
+    def average(self, models: Sequence[Path], mean: Path, reporter: Reporter | None = None, *, done: int = 0) -> float:
+        """Give `network` the mean of `models`, by way of the file `mean`, and statistics; returns the seconds.
+
+        A single model stays as it is, statistics too, unless it is a mean of weights itself (`ema_decay`).
+        """
+        for path in models:
+            check_origin(path, {"model": self.description, "classes": list(self.meta.classes)})
+        self.group.wait()
+        began = time.perf_counter()
+        if len(models) == 1 and "ema_decay" not in TensorFile(models[0]).info:
+            load_weights(self.network, models[0])
+            set_up(self.network, self.setting.compute, self.group)
+            if reporter is not None:
+                reporter.done(done + 2, "one model, which stays as it is")
+            return time.perf_counter() - began
+        if self.group.is_main:
+            # For the ranks to read, then it goes. They wait meanwhile, so their cores can help.
+            threads = min(self.group.ranks_here, _MOST_THREADS)
+            average_files(models, mean, {}, threads=threads, durable=False)
+        self.group.wait()
+        if reporter is not None:
+            reporter.done(done + 1, f"averaged {len(models)} models")
+        load_weights(self.network, mean)
+        set_up(self.network, self.setting.compute, self.group)
+        layers = self.recompute_statistics(view_of_checkpoint(models[-1]))
+        self.group.finish_queued_work()
+        seconds = time.perf_counter() - began
+        self.group.wait()
+        if self.group.is_main:
+            mean.unlink()
+        if reporter is not None:
+            what = f"statistics of {layers} batch-norm layers"
+            reporter.done(done + 2, what if layers else "no batch norm, so no statistics to compute")
+        return seconds
+
+    def recompute_statistics(self, view: View | None) -> int:
+        """Of the network as it is, over the training images; returns the number of batch-norm layers."""
+        batches = batches_of_rank(
+            self.train_images,
+            batch_size=self.statistics.batch_size,
+            seed=self.setting.seed_of_statistics,
+            augment=self.setting.augment if self.statistics.augment else None,
+            view=view,
+            group=self.group,
+        )
+        too_much = must_fit(f"a batch of {self.statistics.batch_size} images", remedy="lower phase3.batch_size")
+        with too_much, autocast(self.setting.compute.precision, self.group.device):
+            return recompute_statistics(self.network, batches, variance=self.statistics.variance, group=self.group)
+
+    def test(self, view: View | None) -> Score:
+        precision = self.setting.compute.precision
+        return evaluate(self.network, self.test_images, group=self.group, precision=precision, view=view)
+
+
+def run_averaging_job(
+    course: Mapping[str, Sequence[Path]],
+    *,
+    name: str,
+    header: Mapping[str, Any],
+    setting: Setting,
+    statistics: Phase3,
+    group: Group,
+    folder: JobFolder,
+) -> None:
+    """Be one rank of a job that averages several sets of models, by label: the last one's mean is the result.
+
+    The record has what each of them reaches, as `points`.
+    """
+    with folder.writer(is_main=group.is_main):
+        if group.main_says(folder.is_complete):
+            return
+        started = time.time()
+        *before, (label, models) = course.items()
+        reporter = Reporter(name=name, total=len(before) + 3, folder=folder.path, is_main=group.is_main)
+        averager = Averager.open(setting, statistics, group)
+        folder.check_inputs()
+        points = tested_averages(dict(before), averager, folder=folder, reporter=reporter)
+        seconds = averager.average(models, folder.path / "mean.safetensors", reporter, done=len(before))
+        view = view_of_checkpoint(models[-1])
+        score = averager.test(view)
+        reporter.done(len(before) + 3, f"test {score.accuracy:.2f} %  loss {score.loss:.4f}  {seconds:.1f} s")
+        if group.is_main:
+            about = describe_model(
+                averager.description,
+                averager.meta,
+                image_shape=averager.train_images.image_shape(view),
+                view=view,
+                test_crop=setting.augment.test_crop,
+            )
+            meta = averager.meta
+            record = {
+                "models": len(models),
+                **score.as_json(),
+                "points": [*points, {"label": label, "models": len(models), **score.as_json()}],
+                "data": {"classes": list(meta.classes), "shape": list(meta.shape or (meta.channels, None, None))},
+                "seconds": seconds,
+                **group.as_json(),
+                "ran": [started, time.time()],
+            }
+            write_result(folder, averager.network, {**about, **header}, record)
+
+
+def tested_averages(
+    models: Mapping[str, Sequence[Path]], averager: Averager, *, folder: JobFolder, reporter: Reporter
+) -> list[dict[str, Any]]:
+    """What the mean of each set of models reaches, under its label; complete on the main rank alone.
+
+    What is done is kept, so that a killed job goes on with the next set.
+    """
+    group = averager.group
+    points: list[dict[str, Any]] = []
+    began = time.monotonic()
+    for number, (label, files) in enumerate(models.items(), start=1):
+        kept = folder.kept / f"{label}.json"
+        point = read_point(kept) if group.is_main else None
+        if not group.main_says(point is not None):
+            averager.average(files, folder.path / "mean.safetensors")
+            point = {
+                "label": label,
+                "models": len(files),
+                **averager.test(view_of_checkpoint(files[-1])).as_json(),
+            }
+            if group.is_main:
+                write_point(kept, point)
+        if group.is_main and point is not None:
+            points.append(point)
+            accuracy, loss = points[-1]["test_accuracy"], points[-1]["test_loss"]
+            left = time_left(began, number, len(models))
+            reporter.done(number, f"{number}/{len(models)}  {label}  test {accuracy:.2f} %  loss {loss:.4f}{left}")
+    return points

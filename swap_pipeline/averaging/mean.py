@@ -1,0 +1,117 @@
+"""Phase 3's mean of W weight files, a piece of a tensor in memory at a time. Knows nothing of networks.
+
+θ̂ = (1/W) Σ θ_w    (Algorithm 1, last lines)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swap_pipeline.errors import SwapError, shown
+from swap_pipeline.storage.tensor_files import TensorFile, write_in_pieces
+
+# Up to this many elements a sum is kept in float64; above it float32 is exact enough and quicker.
+_SMALL = 1 << 20
+# Elements that are summed over all files before the next ones are read: few enough to stay in a core's caches, so that
+# memory is passed over once, by the reading, and so many that Python's share is small.
+_PIECE = 1 << 18
+
+
+def average_files(
+    paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, threads: int = 1, durable: bool = True
+) -> None:
+    """Write the element-wise mean of `paths` to `out`; `threads` as in `write_in_pieces`, `durable` in `atomic_write`.
+
+    Floating-point tensors are averaged and keep their type. Integer tensors (batch norm's step counters) have no
+    meaningful mean: the first file's value stands. Whether batch-norm statistics in the result make sense is the
+    caller's business; SWAP recomputes them.
+    """
+    assert paths
+    files = [TensorFile(path) for path in paths]
+    _check_alike(files)
+    write_in_pieces(out, files[0].layout, lambda key: _mean(files, key), info, threads=threads, durable=durable)
+
+
+def _mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
+    """The mean of one tensor, piece by piece, each in place of the one before.
+
+    What is wrong with it or with the files is known after the last.
+    """
+    spec = files[0].layout[key]
+    if not spec.dtype.is_floating_point or not spec.num_elements:
+        yield files[0].read(key)
+        return
+    is_small = spec.num_elements <= _SMALL
+    wide = torch.float64 if is_small or spec.dtype == torch.float64 else torch.float32
+    length = min(_PIECE, spec.num_elements)
+    sums, piece = torch.empty(length, dtype=wide), torch.empty(length, dtype=spec.dtype)
+    streams = [file.pieces(key, into=piece) for file in files]
+    is_finite = True
+    for first in range(0, spec.num_elements, length):
+        total = sums[: spec.num_elements - first]
+        total.copy_(next(streams[0]))
+        for stream in streams[1:]:
+            total += next(stream)
+        mean = total.div_(len(files)).to(spec.dtype)
+        is_finite &= all(math.isfinite(extreme.item()) for extreme in torch.aminmax(mean))
+        yield mean
+    for stream in streams:
+        next(stream, None)  # past its end, where the digest is checked
+    if not is_finite:
+        raise _not_finite(files, key)
+
+
+def _not_finite(files: Sequence[TensorFile], key: str) -> SwapError:
+    """Whose fault it is: only a sum with NaN or Inf in it, or one that is too large, is not finite."""
+    for file in files:
+        if not torch.isfinite(file.read(key)).all():
+            return SwapError(
+                f"{file.path}: tensor {key!r} contains NaN or Inf{_of_run(file)}, so it cannot be averaged: "
+                f"lower peak_lr and run `dvc repro`, or delete this file and .swap to train the same again"
+            )
+    dtype = _words(files[0].layout[key].dtype)
+    return SwapError(f"the mean of tensor {key!r} is too large for {dtype}: these workers diverged")
+
+
+def _of_run(file: TensorFile) -> str:
+    """Whose weights they are, if the header says so."""
+    phase, seed = file.info.get("phase"), file.info.get("seed")
+    return f" ({shown(phase)[1:-1]}, seed {shown(seed)})" if isinstance(phase, str) and seed is not None else ""
+
+
+def check_origin(path: Path, expected: Mapping[str, Any]) -> None:
+    """Refuse a file that is whole but not the one that belongs there: another run's, copied or restored by mistake."""
+    info = TensorFile(path).info
+    for key, value in expected.items():
+        if info.get(key) != value:
+            raise SwapError(
+                f"{path} is not the file that belongs there (its header says {key} {shown(info.get(key))}, not "
+                f"{shown(value)}): delete it and run `dvc repro` (or `dvc checkout`)"
+            )
+
+
+def _check_alike(files: Sequence[TensorFile]) -> None:
+    """All files hold the same keys, shapes and types."""
+    first = files[0]
+    for file in files[1:]:
+        for key in sorted(first.layout.keys() ^ file.layout.keys()):
+            has, lacks = (first, file) if key in first.layout else (file, first)
+            raise SwapError(
+                f"{lacks.path} has no tensor {shown(key)}, which {has.path} has: only equal networks average"
+            )
+        for key, spec in first.layout.items():
+            other = file.layout[key]
+            if other != spec:
+                raise SwapError(
+                    f"{file.path}: tensor {key!r} is {_words(other.dtype)} {list(other.shape)}, but in {first.path} "
+                    f"it is {_words(spec.dtype)} {list(spec.shape)}: only equal networks average"
+                )
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

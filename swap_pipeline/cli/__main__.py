@@ -1,0 +1,8 @@
+"""python -m swap_pipeline.cli: the command `swap`, also where it is not installed."""
+
+from __future__ import annotations
+
+from swap_pipeline.cli.main import main
+
+if __name__ == "__main__":
+    main(prog_name="swap")

@@ -1,0 +1,207 @@
+"""`swap clean`: scratch that no run of the present params needs is found, told, and removed.
+
+A run is listed if the present params have it: the phases with all workers, and the analysis. Its scratch is found
+by its fingerprint, for any number of processes and threads, since those come from the environment: for those that the
+jobs in scratch had, and for any that a machine may have. Running jobs hold a lock, or wait in Slurm's queue, and are
+never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.config.instances import ANALYSES, PHASE1, Instance, worker
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.errors import SwapError
+from swap_pipeline.launch.jobs import load
+from swap_pipeline.launch.slurm.queue import LOGS, is_in_queue
+from swap_pipeline.runtime.environment import num_cores
+from swap_pipeline.runtime.inputs import fingerprints
+from swap_pipeline.runtime.job_folder import LAUNCHER_LOCK, RESULT, WRITER_LOCK, facts_of, scratch_root
+from swap_pipeline.runtime.locks import Lock
+
+_JOB = re.compile(r"[0-9a-f]{20}")
+# Of jobs that do not say what they had (`torchrun` by hand): they shared so many cores.
+_MAX_CORES = 64
+_MAX_GPUS = 1024
+# Not of one job: what torch.compile made, official files of data sets, and logs.
+_SHARED = {
+    "compiled": "code that was compiled",
+    "downloads": "data sets that were downloaded",
+    "compare": "logs of `swap compare`",
+    LOGS: "what Slurm said of its jobs",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A folder in scratch."""
+
+    path: Path
+    num_bytes: int
+    """that removing it would free: files that have another name elsewhere are not counted"""
+    is_needed: bool
+    is_running: bool
+    why: str
+    """for people"""
+
+    def __str__(self) -> str:
+        return f"{self.path}  {in_bytes(self.num_bytes)}  {self.why}"
+
+
+def look(*, everything: bool = False) -> list[Entry]:
+    """All of scratch, and what of it is needed: without `everything`, what the present params list."""
+    root = scratch_root()
+    needed: set[str] = set()
+    unsure: dict[str, str] = {}
+    if not everything:
+        needed, unsure = _needed(read_params(), job_folders(root))
+    jobs = [_job_entry(path, needed, unsure) for path in job_folders(root)]
+    shared = [root / name for name in _SHARED if (root / name).is_dir()]
+    return [*jobs, *(_shared_entry(path, is_needed=not everything) for path in shared)]
+
+
+def remove(entries: Sequence[Entry]) -> list[Entry]:
+    """Remove what is neither needed nor at work; returns what was removed."""
+    return [entry for entry in entries if not entry.is_needed and not entry.is_running and _remove(entry.path)]
+
+
+def job_folders(root: Path) -> list[Path]:
+    """The folders of all jobs; whatever else lies in scratch is nobody's business here."""
+    stages = [path for path in sorted(root.glob("*")) if path.is_dir() and path.name not in (*_SHARED, "devices")]
+    return [path for stage in stages for path in sorted(stage.iterdir()) if _JOB.fullmatch(path.name) and path.is_dir()]
+
+
+def listed_instances(params: Params) -> list[Instance]:
+    """All runs that the present params ask for."""
+    after = ("phase3", *ANALYSES)
+    return [PHASE1, *map(worker, params.workers.seeds), *(Instance(stage=stage) for stage in after)]
+
+
+def _needed(params: Params, folders: Sequence[Path]) -> tuple[set[str], dict[str, str]]:
+    """Fingerprints of all listed runs; and stages of which that of some run cannot be known, with the reason."""
+    most = max(_MAX_CORES, num_cores())
+    counts = range(1, most + 1)
+    on_gpus = range(1, _MAX_GPUS + 1)
+    facts = [facts_of(device_type="cuda", processes=processes, threads=1) for processes in on_gpus]
+    facts += [
+        facts_of(device_type="cpu", processes=processes, threads=threads)
+        for processes in counts
+        for threads in range(1, most // processes + 1)
+    ]
+    for path in folders:
+        if (found := _facts_in(path)) and found not in facts:
+            facts.append(found)
+    needed: set[str] = set()
+    unsure: dict[str, str] = {}
+    for instance in listed_instances(params):
+        try:
+            needed |= set(fingerprints(instance, facts))
+        except (SwapError, OSError, KeyError) as error:
+            unsure[instance.stage] = str(error).partition(":")[0]
+    return needed, unsure
+
+
+def _facts_in(folder: Path) -> dict[str, Any] | None:
+    """What the job of this folder had, as its launcher left it there."""
+    try:
+        job, _ = load(folder)
+    except (SwapError, AttributeError, KeyError, TypeError):  # not there, or damaged
+        return None
+    return facts_of(device_type=job.device_type, processes=job.processes, threads=job.threads)
+
+
+def _job_entry(path: Path, needed: set[str], unsure: dict[str, str]) -> Entry:
+    stage, is_running = path.parent.name, _is_running(path)
+    is_needed = path.name in needed or stage in unsure
+    state = "finished" if (path / RESULT).is_dir() else "unfinished"
+    if is_running:
+        why = "at work"
+    elif path.name in needed:
+        why = f"{state}, of the present params"
+    elif stage in unsure:
+        why = f"{state}, perhaps needed ({unsure[stage]})"
+    else:
+        why = f"{state}, of no listed run"
+    return Entry(path=path, num_bytes=freed_bytes(path), is_needed=is_needed, is_running=is_running, why=why)
+
+
+def _shared_entry(path: Path, *, is_needed: bool) -> Entry:
+    num_bytes, why = freed_bytes(path), _SHARED[path.name]
+    return Entry(path=path, num_bytes=num_bytes, is_needed=is_needed, is_running=_is_written_to(path), why=why)
+
+
+def _is_written_to(shared: Path) -> bool:
+    if shared.name == "compare":
+        return _is_running(shared)
+    return shared.name == LOGS and any(_is_running(path) for path in job_folders(shared.parent))
+
+
+def _locks(folder: Path) -> list[Lock]:
+    """Of a job's launcher and of its writing rank, also where a job has another within."""
+    names = (LAUNCHER_LOCK, WRITER_LOCK)
+    places = (path for name in names for path in (folder / name, *sorted(folder.glob(f"*/{name}"))))
+    return [Lock(path) for path in places if os.path.lexists(path)]
+
+
+def _is_running(folder: Path) -> bool:
+    return any(lock.is_held() for lock in _locks(folder)) or is_in_queue(folder)
+
+
+def _remove(folder: Path) -> bool:
+    """Remove a folder unless somebody has begun to work in it; a link is removed, not what it leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+        return True
+    if _is_written_to(folder):
+        return False
+    # Held until it is gone, so that nobody starts in a folder that is about to vanish.
+    locks = [*_locks(folder), *([] if folder.name in _SHARED else [Lock(folder / LAUNCHER_LOCK)])]
+    held: list[Lock] = []
+    try:
+        for lock in {str(lock.path): lock for lock in locks}.values():
+            if not lock.try_acquire():
+                return False
+            held.append(lock)
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise SwapError(f"{folder} cannot be removed: {error.strerror or error}") from None
+    finally:
+        for lock in held:
+            lock.release()
+    return True
+
+
+def freed_bytes(folder: Path) -> int:
+    """What removing a folder frees: blocks of files that have no other name."""
+    inside: dict[tuple[int, int], list[os.stat_result]] = {}
+    for status in _files(folder):
+        inside.setdefault((status.st_dev, status.st_ino), []).append(status)
+    return sum(names[0].st_blocks * 512 for names in inside.values() if len(names) == names[0].st_nlink)
+
+
+def _files(folder: Path) -> Iterator[os.stat_result]:
+    if folder.is_symlink():
+        return
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                yield (Path(parent) / name).lstat()
+            except FileNotFoundError:  # a job at work comes and goes
+                continue
+
+
+def in_bytes(number: float) -> str:
+    """`1.2 GB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}" if unit != "bytes" else f"{number:.0f} bytes"
+        number /= 1000
+    return f"{number:.3g} TB"

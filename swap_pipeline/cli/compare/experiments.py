@@ -1,0 +1,114 @@
+"""The experiments that git holds for DVC, read with git alone: fast, with types, and without DVC's rows of killed runs.
+
+An experiment is a commit under `refs/exps/<the commit that it started from>/<name>`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swap_pipeline.errors import SwapError
+from swap_pipeline.report.git import git
+
+_REF = re.compile(r"refs/exps/([0-9a-f]{2})/([0-9a-f]{38,62})/(.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ref:
+    """Where git has a finished experiment."""
+
+    name: str
+    ref: str
+    commit: str
+    baseline: str
+    """the commit that it started from"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Ref):
+    """A finished experiment of this pipeline."""
+
+    params: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    lock: Mapping[str, Any]
+    """stages by name, as in `dvc.lock`"""
+
+
+def head() -> str:
+    commit = git("rev-parse", "--verify", "--quiet", "HEAD")
+    if commit is None:
+        raise SwapError("there is no commit for experiments to start from: run this in a git repository, and commit")
+    return commit
+
+
+def list_experiments(*, baseline: str | None = None) -> list[Ref]:
+    """All, or those of one commit, oldest first."""
+    under = "refs/exps" if baseline is None else f"refs/exps/{baseline[:2]}/{baseline[2:]}"
+    listed = git("for-each-ref", "--sort=committerdate", "--format=%(objectname) %(refname)", under) or ""
+    found = (line.split(" ", 1) for line in listed.splitlines())
+    # Whatever else stands there is DVC's own: what is queued, for example.
+    matches = [(commit, match) for commit, ref in found if (match := _REF.fullmatch(ref))]
+    return [Ref(name=found[3], ref=found[0], commit=commit, baseline=found[1] + found[2]) for commit, found in matches]
+
+
+def read_experiments(*, baseline: str | None = None) -> list[Experiment]:
+    """The same with what is in them; what lacks params, metrics or `dvc.lock` is left out."""
+    listed = list_experiments(baseline=baseline)
+    prefix = git("rev-parse", "--show-prefix") or ""
+    files = [f"{prefix}{name}" for name in ("params.yaml", "metrics/swap.json", "dvc.lock")]
+    contents = iter(_contents(f"{one.commit}:{file}" for one in listed for file in files))
+    experiments = []
+    for one in listed:
+        params, metrics, lock = next(contents), next(contents), next(contents)
+        if params is not None and metrics is not None and lock is not None:
+            read = {"params": _yaml(params), "metrics": json.loads(metrics), "lock": _yaml(lock).get("stages", {})}
+            experiments.append(Experiment(**vars(one), **read))
+    return experiments
+
+
+def rename(experiment: Ref, name: str) -> None:
+    """Give an experiment another name, in one step; one that has the name already is replaced."""
+    target = experiment.ref.removesuffix(experiment.name) + name
+    steps = ("start", f"update {target} {experiment.commit}", f"delete {experiment.ref} {experiment.commit}", "commit")
+    text = "\n".join(steps) + "\n"
+    subprocess.run(("git", "update-ref", "--stdin"), input=text, text=True, check=True, stdout=subprocess.DEVNULL)
+
+
+def differs(commit: str, paths: Sequence[str]) -> bool:
+    """Whether a commit has other files there than the workspace."""
+    return git("diff", "--quiet", commit, "--", *paths) is None
+
+
+def hashes(experiment: Experiment, kind: str) -> dict[str, str]:
+    """DVC's hashes of all `deps` or `outs`, by path."""
+    return {
+        entry["path"]: entry["md5"]
+        for stage in experiment.lock.values()
+        for entry in stage.get(kind, ())
+        if "md5" in entry
+    }
+
+
+def _contents(names: Iterable[str]) -> Iterable[str | None]:
+    """What git has under each name; None for what it does not have."""
+    asked = "".join(f"{name}\n" for name in names).encode()
+    answer = subprocess.run(("git", "cat-file", "--batch"), input=asked, capture_output=True, check=True).stdout
+    while answer:
+        line, _, answer = answer.partition(b"\n")
+        if line.endswith(b" missing"):
+            yield None
+            continue
+        size = int(line.rpartition(b" ")[2])
+        yield answer[:size].decode()
+        answer = answer[size + 1 :]
+
+
+def _yaml(text: str) -> Any:
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe", pure=True).load(text)

@@ -1,0 +1,103 @@
+"""What each method changes of its recipe: `recipes/<recipe>.methods.yaml`, method by method, section by section.
+
+Methods change the recipe, not the workspace: whatever any method touches has the method's value in an experiment, or
+else the recipe's. So it does not matter what an earlier experiment left in `params.yaml`. An entry that is null is left
+out, which means its default.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.cli.recipes import RECIPES, methods_file
+from swap_pipeline.config.reading import parse_params
+from swap_pipeline.errors import SwapError
+from swap_pipeline.report.provenance import flat, read_tree, shown
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Methods:
+    """The methods of a recipe, each with all entries that any of them touches."""
+
+    file: Path
+    settings: Mapping[str, Tree]
+    """by name, by dotted key"""
+
+    def params(self, method: str, seed: int, workspace: Tree) -> dict[str, Any]:
+        """The params of an experiment: the workspace's, with this method and seed; a mistake in them is refused."""
+        tree = copy.deepcopy(dict(workspace))
+        for key, value in {"method": method, "seed": seed, **self.settings[method]}.items():
+            _put(tree, key, value)
+        parse_params(tree, file=f"{self.file}, {method}")
+        return tree
+
+    def edited(self, workspace: Tree, recipe: Tree) -> list[str]:
+        """What the workspace has otherwise than the recipe, although methods touch it."""
+        touched = next(iter(self.settings.values()))
+        here, there = flat(workspace), flat(recipe)
+        return [
+            f"{key} ({shown(here.get(key))}, recipe {shown(there.get(key))})"
+            for key in touched
+            if here.get(key) != there.get(key)
+        ]
+
+
+def read_methods(recipe: str) -> Methods:
+    """A mistake in the file is a `SwapError` that names it."""
+    from ruamel.yaml.error import YAMLError
+
+    path, file = RECIPES / f"{recipe}.yaml", methods_file(recipe)
+    for needed in (path, file):
+        if not needed.is_file():
+            raise SwapError(
+                f"params.yaml is of recipe {recipe}, but there is no {needed}: write it, or choose a recipe "
+                "with `swap use`"
+            )
+    try:
+        original, given = flat(read_tree(path)), read_tree(file)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise SwapError(f"{file} or {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
+    for name, sections in given.items():
+        if not re.fullmatch(r"[a-z]\w*", str(name)):
+            raise SwapError(f"{file}: {name!r} cannot be the name of a method: use letters, digits and _")
+        if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
+            raise SwapError(f"{file}: {name} must have sections with entries, such as phase1: {{peak_lr: 0.1}}")
+    if not given:
+        raise SwapError(f"{file} has no methods: list them by name, with what each changes of the recipe")
+    changes = {name: flat(sections) for name, sections in given.items()}
+    touched = dict.fromkeys(key for change in changes.values() for key in change)
+    settings = {name: {key: change.get(key, original.get(key)) for key in touched} for name, change in changes.items()}
+    return Methods(file=file, settings=settings)
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    if value is None:
+        tree.pop(last, None)
+    else:
+        tree[last] = value
+
+
+def overrides(params: Tree, workspace: Tree) -> list[str]:
+    """What to give to `dvc exp run -S`, so that the workspace's params become these; in Hydra's words."""
+    wanted, here = flat(params), flat(workspace)
+    return [
+        *(f"++{key}={_in_hydra(value)}" for key, value in wanted.items() if key not in here or here[key] != value),
+        *(f"~{key}" for key in here if key not in wanted),
+    ]
+
+
+def _in_hydra(value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z/][\w./-]*", value) and value not in ("null", "true", "false"):
+        return value
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,377 @@
+"""`swap doctor`: what a person would check first, each line with what to do about it.
+
+Every check stands alone: what is broken is told, and the others go on. Nothing is changed, trained or downloaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from swap_pipeline.analysis.params import ANALYSIS_PARAMS, read_analysis
+from swap_pipeline.cli.clean import in_bytes, look
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.datasets.check import check
+from swap_pipeline.errors import SwapError
+from swap_pipeline.launch.devices import (
+    Share,
+    launcher_kind,
+    local_machine,
+    share_of_phase1,
+    share_of_worker,
+    this_machine,
+)
+from swap_pipeline.runtime import environment
+from swap_pipeline.runtime.environment import find_root
+from swap_pipeline.runtime.job_folder import scratch_root
+
+if TYPE_CHECKING:
+    from swap_pipeline.cli.plan.plan import Plan
+
+
+Status = Literal["ok", "note", "problem"]
+_SHOWN = ("torch", "torchvision", "dvc", "safetensors", "swap-pipeline")
+# A checkpoint is in scratch, in the workspace and in DVC's cache; links may save some of it.
+_COPIES_OF_CHECKPOINTS = 3
+_COPIES_OF_IMAGES = 2
+_SNAPSHOTS_OF_A_JOB = 3
+"""the last two, and the one that is being written"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line: what was looked at, how it is, and what to do if it is not well."""
+
+    status: Status
+    topic: str
+    text: str
+
+
+def examine(file: Path = Path("params.yaml")) -> list[Finding]:
+    """All findings about this machine, this folder and a params file."""
+    params = _read(file)
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("versions", _versions),
+        ("project", _project),
+        ("params", lambda: _params(file)),
+        ("analysis", _analysis),
+        ("devices", _devices),
+        ("threads", lambda: _threads(params)),
+        ("precision", lambda: _precision(params)),
+        ("data", lambda: _data(params)),
+        ("plan and disk", lambda: _plan_and_disk(params)),
+        ("scratch", lambda: _scratch(params)),
+        ("DVC", _dvc),
+        ("git", _git_state),
+    ]
+    return [finding for topic, check in checks for finding in _safely(topic, check)]
+
+
+def text_of(findings: Sequence[Finding]) -> str:
+    """A line for each finding, and what it comes to."""
+    widest = max(len(finding.topic) for finding in findings)
+    lines = [f"{finding.status:7}  {finding.topic:{widest}}  {finding.text}" for finding in findings]
+    problems, notes = (sum(finding.status == status for finding in findings) for status in ("problem", "note"))
+    if problems:
+        end = f"{problems} to solve before `dvc repro` gets through (lines with problem)"
+    else:
+        end = f"nothing keeps `dvc repro` from running{f'; {notes} to know of (lines with note)' if notes else ''}"
+    return "\n".join([*lines, "", end])
+
+
+def json_of(findings: Sequence[Finding]) -> str:
+    problems = sum(finding.status == "problem" for finding in findings)
+    return json.dumps({"problems": problems, "findings": [dataclasses.asdict(each) for each in findings]}, indent=2)
+
+
+def _safely(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except SwapError as error:
+        yield Finding(status="problem", topic=topic, text=str(error))
+    except Exception as error:  # a look must not end because one thing in it is broken
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        yield Finding(status="note", topic=topic, text=f"could not be looked at ({what})")
+
+
+def _read(file: Path) -> Params | None:
+    try:
+        return read_params(file)
+    except SwapError:
+        return None  # told by the check of the params
+
+
+def _versions() -> Iterator[Finding]:
+    yield _ok("python", f"{platform.python_version()} ({sys.executable})")
+    found = {name: _version(name) for name in _SHOWN}
+    yield _ok("versions", ", ".join(f"{name} {version}" for name, version in found.items() if version))
+    from packaging.requirements import Requirement
+
+    wanted = [Requirement(text) for text in importlib.metadata.requires("swap-pipeline") or ()]
+    for requirement in wanted:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            have = "missing" if version is None else version
+            remedy = "pip install -c constraints.txt -e ."
+            yield _problem("versions", f"{requirement.name} is {have}, but must be {requirement.specifier}: `{remedy}`")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _project() -> Iterator[Finding]:
+    missing = [name for name in ("dvc.yaml", ".dvc", "stages", "swap_pipeline") if not Path(name).exists()]
+    if missing:
+        yield _problem("project", f"{Path.cwd()} lacks {', '.join(missing)}: run this from the project's root folder")
+    elif not os.access(".", os.W_OK):
+        yield _problem("project", f"{Path.cwd()} cannot be written to: change its rights, or copy the project")
+    else:
+        yield _ok("project", str(Path.cwd()))
+
+
+def _params(file: Path) -> Iterator[Finding]:
+    params = check(file)
+    yield _ok("params", f"{file}: recipe {params.recipe}, {len(params.workers.seeds)} workers")
+
+
+def _analysis() -> Iterator[Finding]:
+    """`dvc repro` does not run it, so what is wrong with it can only be a note."""
+    try:
+        given = read_analysis()
+    except SwapError as error:
+        yield _note("analysis", f"`dvc --cd analysis repro` would stop: {error}")
+    else:
+        yield _ok("analysis", f"{ANALYSIS_PARAMS}: landscapes of {given.grid} × {given.grid} points")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+    from torch import distributed
+
+    machine, kind = this_machine(), launcher_kind()
+    if kind != "local":
+        what = "GPUs" if machine.device_type == "cuda" else "CPU cores"
+        yield _ok("devices", f"{machine.nodes} × {len(machine.devices)} {what} of a Slurm cluster, by {kind}")
+        return
+    backends = [
+        name
+        for name, there in (("nccl", distributed.is_nccl_available()), ("gloo", distributed.is_gloo_available()))
+        if there
+    ]
+    if machine.device_type == "cuda":
+        if not torch.cuda.is_available():
+            yield _problem("devices", "the driver has GPUs, but this torch cannot use them: install torch for CUDA")
+            return
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        yield _ok("devices", f"{len(machine.devices)} GPUs: {names}")
+    else:
+        unused = (
+            f", not its {torch.cuda.device_count()} GPUs (SWAP_DEVICE)" if torch.cuda.is_available() else ", no GPU"
+        )
+        yield _ok("devices", f"the CPU is used{unused}")
+    wanted = "nccl" if machine.device_type == "cuda" else "gloo"
+    yield _ok("backends", f"{wanted} is used, there are {', '.join(backends) or 'none'}")
+    if wanted not in backends:
+        yield _problem("backends", f"this torch has no {wanted}, through which ranks talk: set SWAP_NPROC=1")
+
+
+def _threads(params: Params | None) -> Iterator[Finding]:
+    from swap_pipeline.cli.plan.plan import counted
+
+    def text_of(share: Share) -> str:
+        processes = f"{share.processes} process{'' if share.processes == 1 else 'es'}"
+        return f"{processes} with {counted(share.threads, 'thread')} each"
+
+    machine = this_machine()
+    yield _ok("threads", counted(machine.cores, "core"))
+    if params is not None:
+        at_most = environment.num_processes()
+        share = share_of_phase1(machine, shards=params.phase1.shards, at_most=at_most)
+        yield _ok("threads", f"phases 1 and 3: {text_of(share)}")
+        worker, seeds = share_of_worker(machine, shards=params.phase2.shards), len(params.workers.seeds)
+        slots = environment.max_workers_at_once(default=machine.num_devices)
+        at_once = min(slots, machine.num_devices // worker.num_devices, seeds)
+        yield _ok("threads", f"phase 2: {at_once} of {seeds} workers at once, {text_of(worker)}")
+    environment.fan_out(), environment.eval_batch_size(), environment.timeout_minutes()  # say what they were set to
+    environment.num_loaders(1)
+
+
+def _precision(params: Params | None) -> Iterator[Finding]:
+    import torch
+
+    from swap_pipeline.engine.precision import check_cpu, resolve
+
+    kind = local_machine().device_type
+    used = None if params is None else resolve(params.compute.precision, torch.device(kind))
+    if params is not None:
+        yield _ok("precision", f"{used} (compute.precision: {params.compute.precision})")
+    if kind == "cpu":
+        for half in ("bf16", "fp16") if used == "fp16" else ("bf16",):
+            try:
+                check_cpu(half)
+                yield _ok("precision", f"this CPU can do {half}")
+            except SwapError as error:
+                if used == half:
+                    raise
+                why = str(error).partition("(")[2].partition(")")[0]
+                yield _note("precision", f"this CPU cannot do {half} ({why}): leave compute.precision at auto or fp32")
+
+
+def _data(params: Params | None) -> Iterator[Finding]:
+    if params is None:
+        return
+    from swap_pipeline.datasets.arrays import FASHION_MINI, missing_files
+    from swap_pipeline.datasets.image_folders import scan
+    from swap_pipeline.datasets.prepare import TEST_FOLDERS, unknown
+
+    data = params.data
+    if data.name in TEST_FOLDERS:
+        tree = scan(find_root(data.root), test_names=TEST_FOLDERS[data.name])
+        counts = f"{len(tree.train):,} training and {len(tree.test):,} test images of {len(tree.classes):,} classes"
+        yield _ok("data", f"{data.name}: {counts} in {tree.root}")
+    elif data.name == "fashion-mini":
+        if not FASHION_MINI.is_file():
+            raise SwapError(f"{FASHION_MINI} is missing: `git checkout {FASHION_MINI}` brings it back")
+        yield _ok("data", f"{data.name}: in this repository")
+    elif (missing := missing_files(data)) is None:
+        raise unknown(data.name)
+    elif missing:
+        yield _note("data", f"{data.name}: {', '.join(missing)} will be downloaded, or put there: {data.root}")
+    else:
+        yield _ok("data", f"{data.name}: its official files are there")
+
+
+def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
+    """What `dvc repro` will do and write."""
+    if params is None:
+        return
+    from swap_pipeline.cli.plan.facts import devices_here
+    from swap_pipeline.cli.plan.forecast import plan_params
+
+    plan = plan_params(params, devices_here(params))
+    yield _ok("plan", f"{plan.network.name}, {plan.network.num_parameters:,} parameters: `swap plan` says more")
+    needed, free = bytes_to_write(plan), shutil.disk_usage(".").free
+    text = f"{in_bytes(free)} are free, a whole run writes up to {in_bytes(needed)}"
+    if free >= needed:
+        yield _ok("disk", text)
+    elif Path("checkpoints/phase3/model.safetensors").exists():
+        yield _note("disk", f"{text}: there is one already, but before another free some, `swap clean` may help")
+    else:
+        yield _problem("disk", f"{text}: free some, `swap clean` and `dvc gc -w` may help")
+
+
+def bytes_to_write(plan: Plan) -> int:
+    """At most, for the plain pipeline: checkpoints, snapshots of jobs that run side by side, and prepared images."""
+    checkpoints = (plan.num_checkpoints + plan.num_kept) * plan.checkpoint_bytes * _COPIES_OF_CHECKPOINTS
+    snapshots = _SNAPSHOTS_OF_A_JOB * plan.slots * plan.snapshot_bytes
+    facts = plan.data
+    # Of images that stay in their files, a path, a label and a digest are written.
+    image_bytes = 200 if facts.size is None else facts.channels * facts.size[0] * facts.size[1] + 8
+    return int(checkpoints + snapshots + _COPIES_OF_IMAGES * (facts.num_train + facts.num_test) * image_bytes)
+
+
+def _scratch(params: Params | None) -> Iterator[Finding]:
+    if os.path.lexists(scratch_root()) and not scratch_root().is_dir():
+        yield _problem("scratch", f"{scratch_root()} is in the way, since a folder belongs there: move it elsewhere")
+        return
+    if not scratch_root().is_dir():
+        yield _ok("scratch", f"{scratch_root()} is not there yet")
+        return
+    entries = look(everything=params is None)
+    total = in_bytes(sum(entry.num_bytes for entry in entries))
+    where = f"{scratch_root()} has {len(entries)} folders of its own, {total}"
+    if params is None:
+        yield _note("scratch", f"{where}: which of them are needed cannot be said without params")
+        return
+    at_work = [entry.path.parent.name for entry in entries if entry.is_running]
+    if at_work:
+        yield _note("scratch", f"at work now: {', '.join(at_work)}")
+    stale = [entry for entry in entries if not entry.is_needed and not entry.is_running]
+    if stale:
+        freed = in_bytes(sum(entry.num_bytes for entry in stale))
+        yield _note("scratch", f"{where}: {len(stale)} are of no listed run, `swap clean` frees {freed}")
+    else:
+        yield _ok("scratch", where)
+
+
+def _dvc() -> Iterator[Finding]:
+    from dvc.exceptions import DvcException, NotDvcRepoError
+    from dvc.repo import Repo
+    from dvc_objects.fs import generic
+
+    try:
+        with Repo() as repo:
+            cache = repo.cache.local
+            # Before the first run it is not there, and it is DVC's to make.
+            there = next(path for path in (Path(cache.path), *Path(cache.path).parents) if path.is_dir())
+            allowed = list(cache.cache_types)
+            links = generic.test_links(allowed, cache.fs, str(there), repo.fs, repo.root_dir)
+    except NotDvcRepoError:
+        yield _problem("DVC", f"{Path.cwd()} is no DVC project: run this from the project's root folder, or `dvc init`")
+        return
+    except DvcException as error:
+        yield _problem("DVC", " ".join(str(error).split()))
+        return
+    link = links[0] if links else "copy"
+    text = f"cache in {cache.path}, files come out of it as {link} (cache.type: {', '.join(allowed)})"
+    if link == "copy":
+        saving = "`dvc config --local cache.type hardlink,copy` saves the space, but makes outputs read-only"
+        yield _note("DVC", f"{text}, so that each is on the disk twice: {saving}")
+    else:
+        yield _ok("DVC", text)
+
+
+def _git_state() -> Iterator[Finding]:
+    inside = _git("rev-parse", "--show-toplevel")
+    if inside is None:
+        yield _problem("git", "this is no git repository, which DVC needs: `git init`, or clone the project")
+        return
+    if _git("rev-parse", "--verify", "--quiet", "HEAD") is None:
+        yield _note("git", "nothing is committed yet: commit, so that experiments have something to start from")
+        return
+    head = f"{_git('rev-parse', '--abbrev-ref', 'HEAD')} at {_git('rev-parse', '--short', 'HEAD')}"
+    changed = [line[3:] for line in (_git("status", "--porcelain") or "").splitlines()]
+    if changed:
+        some = ", ".join(changed[:3]) + (" …" if len(changed) > 3 else "")
+        yield _note("git", f"{head}, {len(changed)} files are not committed ({some})")
+    else:
+        yield _ok("git", f"{head}, all is committed")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        # Without the option, git status writes its index anew.
+        command = ("git", "--no-optional-locks", *arguments)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def _ok(topic: str, text: str) -> Finding:
+    return Finding(status="ok", topic=topic, text=text)
+
+
+def _note(topic: str, text: str) -> Finding:
+    return Finding(status="note", topic=topic, text=text)
+
+
+def _problem(topic: str, text: str) -> Finding:
+    return Finding(status="problem", topic=topic, text=text)

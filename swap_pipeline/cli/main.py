@@ -1,0 +1,339 @@
+"""The `swap` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swap_pipeline.errors import NEW_LINES, SwapError, printable, shown
+from swap_pipeline.runtime.last_resort import HANDLED, open_closed_streams, report
+
+TABLES = Path("tables")
+FINAL_MODEL = Path("checkpoints/phase3/model.safetensors")
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    """Print, without what names in files could do to a terminal."""
+    click.echo(printable(text, keep=NEW_LINES), err=err)
+
+
+class _Commands(click.Group):
+    """Errors come as one line, unless they are bugs."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        open_closed_streams()
+        return super().main(*arguments, **options)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except SwapError as error:
+            _say(f"error: {error}", err=True)
+            sys.exit(1)
+        except HANDLED as error:
+            if isinstance(error, BrokenPipeError):  # whoever read what is printed has enough of it; click knows
+                raise
+            report(error, doing=f"swap {ctx.invoked_subcommand}")
+            sys.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="swap-pipeline")
+def main() -> None:
+    """SWAP: train with large batches, refine in parallel with small ones, average.
+
+    The pipeline itself is run by DVC: `dvc repro`. These commands work beside it.
+    """
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("--force", is_flag=True, help="Overwrite edits of params.yaml that are not committed.")
+def use(name: str | None, force: bool) -> None:
+    """Write the recipe NAME to params.yaml; without NAME, list the recipes.
+
+    A recipe is a complete params file: an experiment of the paper, or one made smaller. params.yaml is not overwritten
+    if that would lose edits.
+    """
+    from swap_pipeline.cli.recipes import data_needed, list_recipes, origin_of_params, use_recipe
+
+    if name is not None:
+        data = use_recipe(name, force=force).data
+        _say(f"params.yaml is now recipe {name}")
+        _say(f"data: {data.name}, {data_needed(data.name, data.root)}")
+        _say("next: `swap plan` shows what it will do, `dvc repro` does it")
+        return
+    recipes = list_recipes()
+    origin = origin_of_params(recipes)
+    widest = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        mark = "*" if origin is not None and recipe.name == origin.recipe else " "
+        _say(f"{mark} {recipe.name:{widest}}  {recipe.summary}")
+    now = "none of these" if origin is None else f"{origin.recipe}{', edited' if origin.edited else ''}"
+    _say(f"params.yaml is {now}; `swap use NAME` writes a recipe there")
+
+
+@main.command("params")
+@click.argument("file", type=click.Path(path_type=Path), default=Path("params.yaml"))
+@click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
+def list_params(file: Path, as_json: bool) -> None:
+    """Print every param with its value, its default and what it means.
+
+    FILE is params.yaml, or any recipe. What it does not mention has its default and may be added.
+    """
+    from swap_pipeline.cli.params_text import entries, text_of
+    from swap_pipeline.config.reading import read_params
+
+    found = entries(read_params(file))
+    click.echo(json.dumps([asdict(entry) for entry in found], indent=2) if as_json else text_of(found))
+
+
+@main.command()
+@click.option(
+    "--params",
+    "file",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="What to plan; any recipe will do.",
+)
+@click.option("--gpus", type=click.IntRange(min=1), help="Plan for this many GPUs instead of what this machine has.")
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    help="With --link: the GPUs are spread over this many nodes.",
+)
+@click.option(
+    "--images-per-second",
+    type=click.FloatRange(min=0, min_open=True, max=1e12),
+    help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
+)
+@click.option(
+    "--link",
+    type=click.FloatRange(min=0, min_open=True, max=1e12),
+    metavar="GB/S",
+    help="Bandwidth between GPUs: also show what the exchange of gradients and the files take, as in docs/scaling.md.",
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw the schedules into this .svg or .png file.")
+@click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON.")
+def plan(
+    file: Path,
+    gpus: int | None,
+    nodes: int | None,
+    images_per_second: float | None,
+    link: float | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what a params file will do: steps, samples, schedules, FLOPs, bytes and expected times.
+
+    Nothing is trained, and neither the data nor the GPUs have to be there. What cannot work is refused.
+    """
+    from swap_pipeline.cli.plan.plot import check_format, draw
+    from swap_pipeline.config.reading import read_params
+
+    if plot is not None:
+        check_format(plot)
+    params = read_params(file)
+    from swap_pipeline.cli.plan.forecast import make_forecast
+    from swap_pipeline.cli.plan.text import json_of, text_of
+
+    forecast = make_forecast(
+        params,
+        file=file,
+        num_gpus=gpus,
+        num_nodes=nodes,
+        images_per_second=images_per_second,
+        link_gigabytes=link,
+    )
+    if plot is not None:
+        draw(forecast.plan, plot, title=forecast.title)
+        _say(f"drawn: {plot}", err=True)
+    _say(json_of(forecast) if as_json else text_of(forecast))
+
+
+@main.command()
+@click.option("--methods", metavar="A,B", help="Only these methods.")
+@click.option("--seeds", metavar="0,1,2", help="Repeat each method with these seeds; by default that of params.yaml.")
+@click.option("--jobs", type=click.IntRange(min=1), help="At most this many experiments side by side.")
+@click.option("--dry-run", is_flag=True, help="Only print the commands that it would run.")
+def compare(methods: str | None, seeds: str | None, jobs: int | None, dry_run: bool) -> None:
+    """Run the recipe's methods as experiments, and print the paper's tables.
+
+    A method is what recipes/<recipe>.methods.yaml changes of the recipe. Experiments are named <method>-<seed>. Those
+    that are up to date are kept; what methods share is trained once; devices that one leaves free train others.
+    """
+    from swap_pipeline.cli.compare.wanted import make_comparison
+
+    chosen = _listed(methods)
+    numbers = [_seed(text) for text in _listed(seeds) or ()]
+    if dry_run:
+        comparison = make_comparison(chosen, numbers)
+        for note in comparison.notes:
+            click.echo(f"note: {note}", err=True)
+        for line in comparison.plain_commands():
+            click.echo(line)
+        return
+    from swap_pipeline.cli.compare.running import only_one, run_experiments
+    from swap_pipeline.launch.devices import this_machine
+
+    with only_one():
+        comparison = make_comparison(chosen, numbers)
+        for note in comparison.notes:
+            click.echo(f"note: {note}")
+        current = len(comparison.wanted) - len(comparison.waiting)
+        click.echo(f"{current} of {len(comparison.wanted)} experiments are up to date")
+        try:
+            failures = run_experiments(
+                comparison.waiting, machine=this_machine(), most_at_once=jobs, say=lambda text: click.echo(text)
+            )
+        except KeyboardInterrupt:
+            click.echo("interrupted; run `swap compare` again to resume")
+            sys.exit(130)
+    if len(failures) < len(comparison.wanted):
+        _print_tables(everything=False, folder=TABLES)
+    if failures:
+        raise SwapError(f"{len(failures)} of {len(comparison.waiting)} experiments failed: {', '.join(failures)}")
+
+
+@main.command()
+@click.option("--all", "everything", is_flag=True, help="Also experiments that started from earlier commits.")
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    type=click.Path(path_type=Path),
+    default=TABLES,
+    show_default=True,
+    help="Folder for them.",
+)
+def tables(everything: bool, folder: Path) -> None:
+    """Print the paper's Tables 1 to 4, from the experiments of `swap compare` that exist.
+
+    They are also written as Markdown, JSON and CSV, and as a page with pictures, index.html.
+    """
+    _print_tables(everything=everything, folder=folder)
+
+
+def _print_tables(*, everything: bool, folder: Path) -> None:
+    from swap_pipeline.cli.compare.tables_text import markdown
+    from swap_pipeline.cli.compare.tabulate import tables_of_experiments, write_tables
+
+    found = tables_of_experiments(everything=everything)
+    write_tables(found, folder)
+    click.echo(f"\n{markdown(found, bold=False)}\ntables: {folder}/index.html, and .md, .json, .csv")
+
+
+def _listed(text: str | None) -> list[str] | None:
+    """What stands between commas, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip())) if text else None
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise SwapError(f"--seeds has {text!r}: write whole numbers, such as 0,1,2")
+    return int(text)
+
+
+@main.command()
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IMAGE...")
+@click.option("--model", type=click.Path(path_type=Path), default=FINAL_MODEL, show_default=True, help="Checkpoint.")
+@click.option("--top", type=click.IntRange(min=1), default=1, show_default=True, help="How many classes to print.")
+@click.option(
+    "--own", metavar="NAME", help="Your own network whose code may run; by default model.name of params.yaml."
+)
+def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) -> None:
+    """Print the class of each IMAGE and its probability.
+
+    An image is brought to the network's size and number of channels, and normalised as the training images were. A
+    network of your own is built by the function that params.yaml names.
+    """
+    from swap_pipeline.cli.predict import predict as predict_images
+
+    for path, classes in predict_images(images, model, own=own or _own_network()):
+        for name, probability in classes[:top]:
+            _say(f"{path}\t{name}\t{100 * probability:.2f} %")
+
+
+@main.command()
+@click.option(
+    "--params",
+    "file",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="What is to be run.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
+def doctor(file: Path, as_json: bool) -> None:
+    """Look at what a person would check first; exit code 1 if `dvc repro` would not get through.
+
+    Versions, devices, processes and threads, precision, data, disk, scratch, DVC and git. Nothing is changed.
+    """
+    from swap_pipeline.cli.doctor import examine, json_of, text_of
+
+    findings = examine(file)
+    _say(json_of(findings) if as_json else text_of(findings))
+    if any(finding.status == "problem" for finding in findings):
+        sys.exit(1)
+
+
+@main.command()
+@click.option(
+    "--params",
+    "file",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="What is to be run.",
+)
+def check(file: Path) -> None:
+    """Check a params file in a moment: its entries, and what DVC will make of them.
+
+    DVC reads params.yaml before any code of this project runs. What it would hang on or misreport is said here.
+    """
+    from swap_pipeline.datasets.check import check as check_params
+
+    params = check_params(file)
+    _say(f"{file} is fine: recipe {shown(params.recipe)}, {len(params.workers.seeds)} workers")
+
+
+@main.command()
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--all", "everything", is_flag=True, help="Also what the present params need, and downloads.")
+def clean(yes: bool, dry_run: bool, everything: bool) -> None:
+    """Remove scratch (.swap) that no run of the present params needs, after saying how much that is.
+
+    Jobs at work are never touched, nor are checkpoints, metrics and DVC's cache.
+    """
+    from swap_pipeline.cli.clean import in_bytes, look, remove
+
+    entries = look(everything=everything)
+    stale = [entry for entry in entries if not entry.is_needed and not entry.is_running]
+    for entry in entries:
+        mark = "remove" if entry in stale else "keep  "
+        _say(f"{mark}  {entry}")
+    freed = in_bytes(sum(entry.num_bytes for entry in stale))
+    if not stale:
+        _say("nothing to remove")
+    elif dry_run:
+        _say(f"would remove {len(stale)} of {len(entries)} folders and free {freed}")
+    elif yes or click.confirm(f"remove {len(stale)} of {len(entries)} folders and free {freed}?"):
+        removed = remove(stale)
+        _say(f"removed {len(removed)} folders, {in_bytes(sum(entry.num_bytes for entry in removed))} are free")
+
+
+def _own_network() -> str | None:
+    """What this project's params call its network: code that its user chose, whatever a checkpoint says."""
+    from swap_pipeline.config.reading import read_params
+
+    try:
+        return read_params().model.name
+    except SwapError:
+        return None

@@ -1,0 +1,181 @@
+"""What a plan needs to know: the data without its images, the network without its weights, the devices.
+
+Networks are built and run on torch's `meta` device, where tensors have shapes and no values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.flop_counter import FlopCounterMode
+
+from swap_pipeline.cli.plan.plan import DataFacts, Devices, Flops, NetworkFacts, Size
+from swap_pipeline.config.params import Data, Model, Params
+from swap_pipeline.datasets.image_folders import Tree, scan
+from swap_pipeline.datasets.prepare import FACTS, TEST_FOLDERS, unknown
+from swap_pipeline.errors import SwapError
+from swap_pipeline.launch.devices import share_of_phase1, share_of_worker, this_machine
+from swap_pipeline.launch.jobs import Machine
+from swap_pipeline.models.networks import describe_network, new_network
+from swap_pipeline.runtime import environment
+from swap_pipeline.runtime.environment import find_root
+from swap_pipeline.storage.image_files import shape_of
+
+# Batch norm needs more than one value for each channel, also where the image has shrunk to a single pixel.
+_IMAGES = 2
+# Of a folder, so many images are looked at to see whether they differ in size: only their headers are read.
+_SAMPLE = 20_000
+
+
+def data_facts(data: Data) -> DataFacts:
+    """What is known of the data: of a folder by a look at it, of a named data set always."""
+    root = find_root(data.root)
+    if data.name in TEST_FOLDERS and (root / "train").is_dir():
+        return _limited(_folder_facts(data, scan(root, test_names=TEST_FOLDERS[data.name])), data)
+    if data.name in FACTS:
+        facts = FACTS[data.name]
+        channels, height, width = facts.shape
+        return _limited(
+            DataFacts(
+                name=data.name,
+                num_train=facts.num_train,
+                num_test=facts.num_test,
+                num_classes=facts.num_classes,
+                channels=channels,
+                size=None if height is None or width is None else (height, width),
+                source=None,
+            ),
+            data,
+        )
+    if data.name not in TEST_FOLDERS:
+        raise unknown(data.name)
+    return _limited(_folder_facts(data, scan(root)), data)  # which says what is missing
+
+
+def _folder_facts(data: Data, tree: Tree) -> DataFacts:
+    paths = [*tree.train.paths, *tree.test.paths]
+    sample = [shape_of(tree.root / path) for path in paths[:: math.ceil(len(paths) / _SAMPLE)]]
+    channels = 3 if data.name == "imagenet" else max(channels for channels, _, _ in sample)
+    _, height, width = sample[0]
+    num_train = len(tree.train) if data.train_images == "all" else min(data.train_images, len(tree.train))
+    num_bytes = (num_train + len(tree.test)) * channels * height * width
+    in_memory = len({shape[1:] for shape in sample}) == 1 and num_bytes <= data.max_gb_in_memory * 1e9
+    return DataFacts(
+        name=data.name,
+        num_train=len(tree.train),
+        num_test=len(tree.test),
+        num_classes=len(tree.classes),
+        channels=channels,
+        size=(height, width) if in_memory else None,
+        source=f"counted in {tree.root}",
+    )
+
+
+def _limited(facts: DataFacts, data: Data) -> DataFacts:
+    if data.train_images == "all":
+        return facts
+    if data.train_images > facts.num_train:
+        raise SwapError(
+            f"data.train_images is {data.train_images}, but {data.name} has {facts.num_train}: lower it, or write all"
+        )
+    return dataclasses.replace(facts, num_train=data.train_images)
+
+
+def planned_devices(params: Params, num_gpus: int) -> Devices:
+    """So many GPUs, wherever they may be."""
+    machine = Machine(device_type="cuda", devices=tuple(map(str, range(num_gpus))), cores=num_gpus)
+    return _devices(params, machine, at_most=None, max_workers=None)
+
+
+def devices_here(params: Params) -> Devices:
+    """What `dvc repro` would use on this machine."""
+    machine = this_machine()
+    max_workers = environment.max_workers_at_once(default=machine.num_devices)
+    return _devices(params, machine, at_most=environment.num_processes(), max_workers=max_workers)
+
+
+def _devices(params: Params, machine: Machine, *, at_most: int | None, max_workers: int | None) -> Devices:
+    return Devices(
+        kind="GPU" if machine.device_type == "cuda" else "CPU core",
+        count=machine.num_devices,
+        phase1=share_of_phase1(machine, shards=params.phase1.shards, at_most=at_most),
+        worker=share_of_worker(machine, shards=params.phase2.shards),
+        max_workers=max_workers,
+    )
+
+
+def network_facts(model: Model, *, channels: int, num_classes: int, sizes: Sequence[Size]) -> NetworkFacts:
+    """Parameters, bytes and FLOPs at each of these sizes of images."""
+    description = describe_network(model, channels=channels, num_classes=num_classes)
+    try:
+        with torch.device("meta"):
+            network = new_network(description, seed=0)
+        flops = {size: count_flops(network, (channels, *size)) for size in sizes}
+    except Exception:
+        # Not every network can do without values: it is really built and run, and what is wrong then is really wrong.
+        network = new_network(description, seed=0)
+        flops = {size: _count_or_refuse(network, model.name, (channels, *size)) for size in sizes}
+    trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    return NetworkFacts(
+        name=model.name,
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+        num_trainable_tensors=len(trainable),
+        gradient_bytes=sum(tensor.nbytes for tensor in trainable),
+        state_bytes=sum(tensor.nbytes for tensor in network.state_dict().values()),
+        num_batch_norms=sum(
+            isinstance(module, _BatchNorm) and module.running_mean is not None for module in network.modules()
+        ),
+        flops=flops,
+    )
+
+
+def count_flops(network: nn.Module, shape: tuple[int, int, int]) -> Flops:
+    """Counted by torch, operator by operator, over a real forward and backward pass."""
+    device = next(network.parameters()).device
+    network.train()
+    backward = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
+    with FlopCounterMode(display=False, custom_mapping=backward) as counter:
+        logits = network(torch.zeros(_IMAGES, *shape, device=device))
+        forward = counter.get_total_flops()
+        logits.sum().backward()
+    network.zero_grad(set_to_none=True)
+    return Flops(forward=forward // _IMAGES, training=counter.get_total_flops() // _IMAGES)
+
+
+def _convolution_backward_flops(
+    grad_shape: Sequence[int],
+    input_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    _bias: Any,
+    _stride: Any,
+    _padding: Any,
+    _dilation: Any,
+    transposed: bool,
+    _output_padding: Any,
+    _groups: int,
+    wanted: Sequence[bool],
+    **_kwargs: Any,
+) -> int:
+    """The gradients of input and weight each take as much as the forward pass.
+
+    torch 2.15 counts that of the weight as if there were no groups, dozens of times too much for depthwise layers.
+    """
+    positions = input_shape[2:] if transposed else grad_shape[2:]
+    forward = 2 * grad_shape[0] * math.prod(positions) * math.prod(weight_shape)
+    return forward * (wanted[0] + wanted[1])
+
+
+def _count_or_refuse(network: nn.Module, name: str, shape: tuple[int, int, int]) -> Flops:
+    try:
+        return count_flops(network, shape)
+    except SwapError:
+        raise
+    except Exception as error:
+        what = next(iter(str(error).splitlines()), type(error).__name__)
+        raise SwapError(f"model {name} cannot be trained on images of {'×'.join(map(str, shape))}: {what}") from error

@@ -1,0 +1,389 @@
+"""What a params file will do: steps, samples, FLOPs, bytes and seconds, by arithmetic alone.
+
+Nothing is read, built or measured here: what is known of the data, the network, the devices and their speed comes as
+plain objects (`plan_facts`, `throughput`), so that 16 GPUs can be planned for on a machine that has none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
+from swap_pipeline.config.params import Params, Schedule
+from swap_pipeline.config.schedules import PiecewiseLinear, Steps, by_epoch, learning_rate_of
+from swap_pipeline.data.epochs import steps_per_epoch
+from swap_pipeline.errors import SwapError
+from swap_pipeline.launch.devices import Share
+
+Size = tuple[int, int]
+"""height and width of an image in pixels"""
+
+# With fewer images than this in a shard, batch norm's mean and variance are noisy.
+_FEW_IMAGES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What is known of a data set before it is there."""
+
+    name: str
+    num_train: int
+    num_test: int
+    num_classes: int
+    channels: int
+    size: Size | None
+    """None: read from their files, which may have any size"""
+    source: str | None
+    """for people: where this was found; None: known by name"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Floating-point operations for one image: those of convolutions, matrix products and attention."""
+
+    forward: int
+    training: int
+    """forward and backward"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFacts:
+    """What is known of a network before it is trained."""
+
+    name: str
+    num_parameters: int
+    num_trainable_tensors: int
+    gradient_bytes: int
+    """of the trainable parameters; momentum takes as much"""
+    state_bytes: int
+    """parameters and buffers: what a checkpoint holds"""
+    num_batch_norms: int
+    flops: Mapping[Size, Flops]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What the pipeline has to run on."""
+
+    kind: str
+    """`GPU` or `CPU core`"""
+    count: int
+    phase1: Share
+    """of phases 1 and 3"""
+    worker: Share
+    max_workers: int | None
+    """so many workers of phase 2 at once, if that is limited"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A part of a run in which the learning rate is a straight line and all else is constant."""
+
+    first_epoch: float
+    last_epoch: float
+    first_rate: float
+    last_rate: float
+    batch_size: int
+    batch_per_shard: int
+    image_size: Size
+    steps: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """One run of the SGD loop, to its last epoch."""
+
+    section: str
+    processes: int
+    devices: int
+    epochs: int
+    steps: int
+    samples: int
+    flops: int
+    exchanged_bytes: int
+    """sent by each process in each step"""
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsPlan:
+    """Phase 3: the mean of all models, then one forward pass over the training images.
+
+    A single model stays as it is, unless it is a mean of weights itself (`ema_decay`).
+    """
+
+    processes: int
+    devices: int
+    num_models: int
+    """that are averaged"""
+    batches: int
+    samples: int
+    samples_of_busiest: int
+    """a batch is whole on one process, so that some may have one more than others"""
+    flops: int
+    image_size: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a params file will do on some devices."""
+
+    data: DataFacts
+    network: NetworkFacts
+    devices: Devices
+    phase1: RunPlan
+    worker: RunPlan
+    """one of phase 2"""
+    num_workers: int
+    slots: int
+    """workers that train side by side"""
+    rounds: int
+    may_end_early: bool
+    """phase 1 is planned for all of its epochs, but ends when its training accuracy passes τ"""
+    phase3: StatisticsPlan
+    memory_bytes: int
+    """a device's weights, with their mean if there is one, gradients and momentum, without activations"""
+    checkpoint_bytes: int
+    num_checkpoints: int
+    num_kept: int
+    """models kept on the way, for the analysis"""
+    snapshot_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def flops(self) -> int:
+        """Of all three phases."""
+        return self.phase1.flops + self.num_workers * self.worker.flops + self.phase3.flops
+
+
+def image_sizes(params: Params, data: DataFacts) -> tuple[Size, ...]:
+    """All sizes that occur, the first of phase 1 first."""
+    runs: dict[str, Schedule] = {"phase1": params.phase1, "phase2": params.phase2}
+    sizes = [_square(side, data) for section, given in runs.items() for side in _sides_of(section, given, data).values]
+    return tuple(dict.fromkeys(sizes))
+
+
+def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices: Devices) -> Plan:
+    """Plan all phases; what cannot work is a `SwapError`."""
+    phase1 = _plan_run(
+        "phase1", params.phase1, epochs=params.phase1.max_epochs, share=devices.phase1, data=data, network=network
+    )
+    worker = _plan_run(
+        "phase2",
+        params.phase2,
+        epochs=params.phase2.epochs,
+        cycles=params.phase2.cycles,
+        first_epoch=params.phase2.first_epoch,
+        share=devices.worker,
+        data=data,
+        network=network,
+    )
+    num_workers = len(params.workers.seeds)
+    trained_last = params.phase2 if params.phase2.epochs else params.phase1
+    slots = min(devices.count // worker.devices, devices.max_workers or devices.count, num_workers)
+    phase3 = _plan_statistics(
+        batch_size=params.phase3.batch_size,
+        num_models=num_workers * params.phase2.cycles,
+        are_means=trained_last.ema_decay is not None,
+        image_size=(worker.stretches or phase1.stretches)[-1].image_size,
+        data=data,
+        network=network,
+        devices=devices,
+    )
+    momentum_bytes = network.gradient_bytes if params.optimizer.momentum else 0
+    mean_bytes = network.state_bytes if params.phase1.ema_decay or params.phase2.ema_decay else 0
+    return Plan(
+        data=data,
+        network=network,
+        devices=devices,
+        phase1=phase1,
+        worker=worker,
+        num_workers=num_workers,
+        slots=slots,
+        rounds=math.ceil(num_workers / slots),
+        may_end_early=params.phase1.stop_accuracy < 100,
+        phase3=phase3,
+        memory_bytes=network.state_bytes + network.gradient_bytes + momentum_bytes + mean_bytes,
+        checkpoint_bytes=network.state_bytes,
+        num_checkpoints=1 + phase3.num_models + 1,
+        num_kept=_num_kept(params),
+        snapshot_bytes=network.state_bytes + momentum_bytes + mean_bytes,
+        notes=tuple(
+            _notes(
+                (phase1, worker),
+                network=network,
+                devices=devices,
+                num_workers=num_workers,
+                slots=slots,
+                stop_accuracy=params.phase1.stop_accuracy,
+            )
+        ),
+    )
+
+
+def _num_kept(params: Params) -> int:
+    phase1, phase2 = params.phase1, params.phase2
+    of_phase1 = models_to_keep(phase1.keep_epochs, epochs=phase1.max_epochs)
+    of_worker = models_to_keep(phase2.keep_epochs, epochs=phase2.epochs).keys()
+    ends = models_of_cycles(epochs=phase2.epochs, cycles=phase2.cycles).keys()
+    return len(of_phase1) + len(params.workers.seeds) * len(of_worker - ends)
+
+
+def _plan_run(
+    section: str,
+    given: Schedule,
+    *,
+    epochs: int,
+    cycles: int = 1,
+    first_epoch: int = 0,
+    share: Share,
+    data: DataFacts,
+    network: NetworkFacts,
+) -> RunPlan:
+    rate = learning_rate_of(given, epochs=epochs, cycles=cycles, first_epoch=first_epoch)
+    batch_sizes = by_epoch(given.batch_size, first_epoch=first_epoch)
+    sides = _sides_of(section, given, data, first_epoch=first_epoch)
+    breaks = {0.0, float(epochs), *rate.epochs, *batch_sizes.epochs, *sides.epochs}
+    inside = sorted(epoch for epoch in breaks if 0 <= epoch <= epochs)
+    stretches = []
+    for first, last in itertools.pairwise(inside):
+        batch_size = batch_sizes(first)
+        per_epoch = steps_per_epoch(data.num_train, batch_size)
+        if per_epoch == 0:
+            raise SwapError(
+                f"{section}.batch_size is {batch_size}, more than the {data.num_train:,} training images: lower it"
+            )
+        steps = _steps_before(last, per_epoch) - _steps_before(first, per_epoch)
+        stretches.append(
+            Stretch(
+                first_epoch=first,
+                last_epoch=last,
+                first_rate=rate(first),
+                last_rate=_rate_towards(rate, last),
+                batch_size=batch_size,
+                batch_per_shard=batch_size // given.shards,
+                image_size=_square(sides(first), data),
+                steps=steps,
+                samples=steps * batch_size,
+            )
+        )
+    return RunPlan(
+        section=section,
+        processes=share.processes,
+        devices=share.num_devices,
+        epochs=epochs,
+        steps=sum(stretch.steps for stretch in stretches),
+        samples=sum(stretch.samples for stretch in stretches),
+        flops=sum(stretch.samples * network.flops[stretch.image_size].training for stretch in stretches),
+        exchanged_bytes=ring_all_reduce_bytes(network.gradient_bytes, share.processes),
+        stretches=tuple(stretches),
+    )
+
+
+def _sides_of(section: str, given: Schedule, data: DataFacts, *, first_epoch: int = 0) -> Steps[int]:
+    """Pixels to which images that are read from their files are brought, by epoch; images in memory are as they are."""
+    if data.size is None and given.image_size is None:
+        raise SwapError(
+            f"{section}.image_size is missing: the images of {data.name} are read from files of any size, so say what "
+            f"to bring them to"
+        )
+    if data.size is not None and given.image_size is not None:
+        raise SwapError(
+            f"{section}.image_size has no effect on images in memory, {data.size[0]}×{data.size[1]} pixels: remove it "
+            f"(and min_scale), or set data.max_gb_in_memory: 0 to read them from their files"
+        )
+    return by_epoch(given.image_size or 0, first_epoch=first_epoch)
+
+
+def _square(side: int, data: DataFacts) -> Size:
+    return data.size or (side, side)
+
+
+def _steps_before(epoch: float, per_epoch: int) -> int:
+    """Steps that begin before this fractional epoch: step i of epoch e begins at e + i / per_epoch."""
+    whole = math.floor(epoch)
+    # Rounded, since 0.3 × 10 is a little more than 3.
+    return whole * per_epoch + math.ceil(round((epoch - whole) * per_epoch, 6))
+
+
+def _rate_towards(rate: PiecewiseLinear, epoch: float) -> float:
+    """The learning rate just before `epoch`, where it may jump."""
+    knot = bisect_left(rate.epochs, epoch)
+    return rate.values[knot] if knot < len(rate.epochs) and rate.epochs[knot] == epoch else rate(epoch)
+
+
+def ring_all_reduce_bytes(num_bytes: int, processes: int) -> int:
+    """What each process sends (and receives) to add up `num_bytes` over all of them: 2 (n - 1) / n of it."""
+    return 2 * (processes - 1) * num_bytes // processes
+
+
+def _plan_statistics(
+    *,
+    batch_size: int,
+    num_models: int,
+    are_means: bool,
+    image_size: Size,
+    data: DataFacts,
+    network: NetworkFacts,
+    devices: Devices,
+) -> StatisticsPlan:
+    samples = data.num_train if network.num_batch_norms and (num_models > 1 or are_means) else 0
+    batches = math.ceil(samples / batch_size)
+    if batches > 1 and samples % batch_size == 1:
+        batches -= 1  # one image has no variance: it joins the batch before it
+    return StatisticsPlan(
+        processes=devices.phase1.processes,
+        devices=devices.phase1.num_devices,
+        num_models=num_models,
+        batches=batches,
+        samples=samples,
+        samples_of_busiest=min(samples, math.ceil(batches / devices.phase1.processes) * batch_size),
+        flops=samples * network.flops[image_size].forward,
+        image_size=image_size,
+    )
+
+
+def _notes(
+    runs: tuple[RunPlan, ...],
+    *,
+    network: NetworkFacts,
+    devices: Devices,
+    num_workers: int,
+    slots: int,
+    stop_accuracy: float,
+) -> list[str]:
+    notes = []
+    if stop_accuracy < 100:
+        notes.append(
+            f"phase 1 is planned for all of its epochs; it ends earlier, after the first one whose training accuracy "
+            f"passes {stop_accuracy:g} %"
+        )
+    worker = runs[1]
+    if worker.epochs and slots < num_workers:
+        notes.append(
+            f"{num_workers} workers share {counted(slots, 'slot')}: they train in "
+            f"{counted(math.ceil(num_workers / slots), 'round')}, one after another"
+        )
+    idle = devices.count - slots * worker.devices
+    if worker.epochs and idle:
+        notes.append(f"phase 2 leaves {idle} of {counted(devices.count, devices.kind)} idle")
+    for run in runs if network.num_batch_norms else ():
+        smallest = min((stretch.batch_per_shard for stretch in run.stretches), default=_FEW_IMAGES)
+        if smallest < _FEW_IMAGES:
+            notes.append(
+                f"{run.section}: {counted(smallest, 'image')} a shard are few for batch norm, which normalises each "
+                f"shard on its own; take larger batches or fewer shards"
+            )
+    if not network.num_batch_norms:
+        notes.append("the network has no batch norm: phase 3 averages and has no statistics to compute")
+    return notes
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"

@@ -1,0 +1,235 @@
+"""A plan for people, in 80 columns, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from swap_pipeline.cli.plan.plan import Plan, RunPlan, Size, counted
+from swap_pipeline.cli.plan.scaling import Scaling, text_of_time
+from swap_pipeline.cli.plan.times import Expected, Forecast, Throughput, Times
+from swap_pipeline.report.durations import duration
+
+_WIDTH = 80
+_NO_BREAK = "\xa0"  # between a number and its unit, until lines are broken
+_POWERS = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+_NAMES = {"phase1": "phase 1", "phase2": "phase 2"}
+
+
+def json_of(forecast: Forecast) -> str:
+    """All numbers, with the names that they have in code."""
+    plan = forecast.plan
+    network = {
+        **_fields(plan.network),
+        "flops": {_pixels(size): dataclasses.asdict(flops) for size, flops in plan.network.flops.items()},
+    }
+    tree = {
+        **{name: _plain(value) for name, value in _fields(plan).items() if name != "network"},
+        "network": network,
+        "flops": plan.flops,
+        "throughput": _plain(forecast.throughput),
+        "times": _plain(forecast.times),
+        **({} if forecast.scaling is None else {"scaling": _plain(forecast.scaling)}),
+    }
+    return json.dumps(tree, indent=2, ensure_ascii=False)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def text_of(forecast: Forecast) -> str:
+    """What will be done, how it goes over time, and how long it takes."""
+    plan = forecast.plan
+    return "\n".join(
+        [
+            *_paragraph(f"{forecast.title}, on {_devices(plan)}"),
+            "",
+            *_facts(plan),
+            "",
+            *_aligned(_work(plan), left=1),
+            *_paragraph("sent: gradient bytes that each process sends in a step (ring all-reduce)"),
+            "",
+            *_aligned(_over_time(plan), left=1),
+            "",
+            *_paragraph(_speed(plan, forecast.throughput)),
+            "",
+            *_aligned(_time(plan, forecast.times), left=1),
+            *([""] if plan.notes else []),
+            *(line for note in plan.notes for line in _paragraph(f"- {note}", hang=2)),
+            *([] if forecast.scaling is None else ["", *_scaling(forecast.scaling)]),
+        ]
+    )
+
+
+def _devices(plan: Plan) -> str:
+    devices = plan.devices
+    text = counted(devices.count, devices.kind)
+    if devices.phase1.processes != devices.count:
+        text += f" ({counted(devices.phase1.processes, 'rank')} in phases 1 and 3)"
+    return text
+
+
+def _facts(plan: Plan) -> Iterator[str]:
+    data, network = plan.data, plan.network
+    size = "in files" if data.size is None else f"of {data.channels}×{_pixels(data.size)} px"
+    facts = {
+        "data": f"{data.name}: {data.num_train:,} training and {data.num_test:,} test images {size}, "
+        f"{data.num_classes:,} classes{f' ({data.source})' if data.source else ''}",
+        "network": f"{network.name}: {network.num_parameters:,} parameters, "
+        f"{_bytes(network.gradient_bytes)} in {network.num_trainable_tensors} trainable tensors",
+        "FLOP": "\n".join(
+            f"{_si(flops.forward)} forward, {_si(flops.training)} in training, for an image of {_pixels(size)} px"
+            for size, flops in network.flops.items()
+        ),
+        "memory": f"{_bytes(plan.memory_bytes)} on each device for weights, gradients and momentum in fp32; "
+        f"activations are not counted",
+        "disk": f"{_bytes(plan.checkpoint_bytes)} a checkpoint, {_bytes(plan.num_checkpoints * plan.checkpoint_bytes)} "
+        f"for all {plan.num_checkpoints}{_kept(plan)}; "
+        f"{_bytes(plan.snapshot_bytes)} a snapshot, of which a run at work keeps two",
+    }
+    for name, text in facts.items():
+        for index, line in enumerate(text.splitlines()):
+            yield from _paragraph(f"{'' if index else name:<9}{line}", hang=9)
+
+
+def _kept(plan: Plan) -> str:
+    if not plan.num_kept:
+        return ""
+    return f" and {_bytes(plan.num_kept * plan.checkpoint_bytes)} for {plan.num_kept} kept on the way"
+
+
+def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
+    yield "", "devices", "epochs", "steps", "samples", "FLOP", "sent"
+
+    def row(name: str, run: RunPlan, *, epochs: str = "", times: int = 1, at_once: int = 1) -> tuple[str, ...]:
+        return (
+            name,
+            f"{run.devices * at_once:,}",
+            epochs or f"{run.epochs}",
+            f"{run.steps * times:,}",
+            f"{run.samples * times:,}",
+            _si(run.flops * times),
+            _bytes(run.exchanged_bytes) if run.exchanged_bytes else "–",
+        )
+
+    phase3 = plan.phase3
+    yield row("phase 1", plan.phase1, epochs=f"≤ {plan.phase1.epochs}" if plan.may_end_early else "")
+    if plan.worker.epochs:
+        yield row("phase 2, one worker", plan.worker)
+        workers = counted(plan.num_workers, "worker")
+        yield row(f"phase 2, {workers}", plan.worker, times=plan.num_workers, at_once=plan.slots)
+    passes = "1" if phase3.samples else "–"
+    yield (
+        f"phase 3, {counted(phase3.num_models, 'model')}",
+        f"{phase3.devices:,}",
+        passes,
+        f"{phase3.batches:,}",
+        f"{phase3.samples:,}",
+        _si(phase3.flops),
+        "–",
+    )
+    yield "SWAP, all phases", f"{plan.devices.count:,}", "", "", "", _si(plan.flops), ""
+
+
+def _over_time(plan: Plan) -> Iterator[tuple[str, ...]]:
+    yield "", "epochs", "learning rate", "batch", "a shard", "image", "steps"
+    for run in (plan.phase1, plan.worker):
+        for index, part in enumerate(run.stretches):
+            rates = dict.fromkeys((f"{part.first_rate:.4g}", f"{part.last_rate:.4g}"))
+            yield (
+                "" if index else _NAMES[run.section],
+                f"{part.first_epoch:g}–{part.last_epoch:g}",
+                " → ".join(rates),
+                f"{part.batch_size:,}",
+                f"{part.batch_per_shard:,}",
+                _pixels(part.image_size),
+                f"{part.steps:,}",
+            )
+
+
+def _speed(plan: Plan, throughput: Throughput) -> str:
+    rate = throughput.images_per_second
+    text = (
+        f"Time of training alone, at {rate:,.{0 if rate >= 100 else 2}f} images a second on each device at "
+        f"{_pixels(throughput.image_size)} px ({throughput.source}). Assumed: n devices are n times as fast, other "
+        f"sizes and phase 3 take time as they take FLOP, and reading images keeps up."
+    )
+    if throughput.measured_on not in (None, plan.devices.kind):
+        text += f" That was a {throughput.measured_on}, not a {plan.devices.kind}: give --images-per-second for one."
+    return text
+
+
+def _scaling(scaling: Scaling) -> Iterator[str]:
+    yield from _paragraph("The first steps of phase 1, and what files take, on paper (docs/scaling.md):")
+    rows = {
+        "phase 1, a step: computing": scaling.compute_seconds,
+        "phase 1, a step: exchange of gradients alone": scaling.exchange_seconds,
+        "phase 1, a step: both, overlapped": scaling.step_seconds,
+        "phase 3: reading and averaging the models": scaling.averaging_seconds,
+        "phase 3: loading the average": scaling.loading_seconds,
+        "phase 3: ranks make sure of their models": scaling.checking_seconds,
+        "DVC: hashing the models": scaling.hashing_seconds,
+    }
+    yield from _aligned(((name, text_of_time(seconds)) for name, seconds in rows.items()), left=1)
+
+
+def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
+    yield "", "time", "devices × time"
+
+    def row(name: str, expected: Expected) -> tuple[str, ...]:
+        return name, duration(expected.seconds), duration(expected.device_seconds)
+
+    yield row("phase 1, at most" if plan.may_end_early else "phase 1", times.phase1)
+    if plan.worker.epochs:
+        yield row("phase 2, one worker", times.worker)
+    if plan.worker.epochs and plan.num_workers > 1:
+        yield row(f"phase 2, {plan.num_workers} workers in {counted(plan.rounds, 'round')}", times.phase2)
+    yield row("phase 3", times.phase3)
+    yield row("SWAP on these devices", times.total)
+    yield "critical path: devices for every worker", duration(times.critical_path), ""
+
+
+def _si(number: float) -> str:
+    """Three digits and the letter of a power of 1000: `8.18 G`."""
+    power = 0
+    while number >= 999.5:
+        number, power = number / 1000, power + 1
+    digits = 0 if number >= 99.95 or not power else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f}{_NO_BREAK}{_POWERS[power]}".rstrip()
+
+
+def _bytes(number: float) -> str:
+    text = _si(number)
+    return f"{text}B" if number >= 999.5 else f"{text}{_NO_BREAK}B"
+
+
+def _pixels(size: Size) -> str:
+    return f"{size[0]}×{size[1]}"
+
+
+def _aligned(rows: Iterator[tuple[str, ...]], *, left: int) -> list[str]:
+    """Columns of equal width: the first `left` ones flush left, the others right."""
+    table = list(rows)
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip().replace(_NO_BREAK, " ")
+
+    return [line(row) for row in table]
+
+
+def _paragraph(text: str, *, hang: int = 0) -> list[str]:
+    lines = textwrap.wrap(text, _WIDTH, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_NO_BREAK, " ") for line in lines]

@@ -1,0 +1,114 @@
+"""How many images a second this machine trains, measured in a few seconds on made-up images."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from swap_pipeline.cli.plan.plan import Size
+from swap_pipeline.cli.plan.times import Throughput
+from swap_pipeline.config.params import Compute, Model, Optimizer
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.placement import set_up
+from swap_pipeline.engine.precision import autocast, resolve
+from swap_pipeline.launch.devices import local_machine
+from swap_pipeline.models.networks import describe_network, new_network
+
+# The batch is doubled while a step stays below this, so that neither time nor memory gets out of hand.
+_STEP_SECONDS = 0.4
+_TIMED_SECONDS = 2.0
+_LARGEST_BATCH = 512
+
+
+def measure_throughput(
+    model: Model,
+    *,
+    channels: int,
+    num_classes: int,
+    image_size: Size,
+    batch_size: int,
+    optimizer: Optimizer,
+    compute: Compute,
+) -> Throughput:
+    """Time real steps of forward pass, backward pass and SGD on one device: a GPU, or a core of the CPU.
+
+    Reading and augmenting images is not in it, nor are torch.compile, which would take minutes here, and the exchange
+    of gradients between devices.
+    """
+    device = torch.device(local_machine().device_type)
+    precision = resolve(compute.precision, device)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the launcher sets: repeatable sums need it
+    network = new_network(describe_network(model, channels=channels, num_classes=num_classes), seed=0)
+    set_up(network, compute, Group(rank=0, world_size=1, device=device))
+    network.train()
+    layout = torch.channels_last if compute.channels_last else torch.contiguous_format
+    sgd = torch.optim.SGD(
+        network.parameters(), lr=1e-4, momentum=optimizer.momentum, nesterov=optimizer.nesterov, fused=True
+    )
+
+    # On a CPU, what this process has computed counts, and not how long it waited for other programs.
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+
+    def steps_of(size: int) -> Callable[[], float]:
+        images = torch.randn(size, channels, *image_size, device=device).to(memory_format=layout)
+        labels = torch.arange(size, device=device) % num_classes
+
+        def step() -> float:
+            began = clock()
+            with autocast(precision, device):
+                loss = nn.functional.cross_entropy(network(images), labels)
+            sgd.zero_grad(set_to_none=True)
+            loss.backward()
+            sgd.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return clock() - began
+
+        return step
+
+    with _one_thread(device):
+        size, step = _largest_quick_batch(min(batch_size, _LARGEST_BATCH), steps_of)
+        seconds = [step()]
+        while sum(seconds) < _TIMED_SECONDS:
+            seconds.append(step())
+    on_gpu = device.type == "cuda"
+    compiled = ", without torch.compile" if compute.compile else ""
+    where = torch.cuda.get_device_name(device) if on_gpu else "one core of this CPU, 1 thread"
+    return Throughput(
+        images_per_second=size / statistics.median(seconds),
+        image_size=image_size,
+        source=f"measured here: {where}, {precision}, batches of {size}{compiled}",
+        measured_on="GPU" if on_gpu else "CPU core",
+    )
+
+
+def _largest_quick_batch(limit: int, steps_of: Callable[[int], Callable[[], float]]) -> tuple[int, Callable[[], float]]:
+    """A batch size and its step, warmed up: at most `limit` images, and no more than a step does quickly."""
+    size, step = 2, steps_of(2)
+    step()  # the first one takes longer
+    while step() < _STEP_SECONDS and size < limit:
+        try:
+            larger = steps_of(min(2 * size, limit))
+            larger()
+        except torch.OutOfMemoryError:
+            break
+        size, step = min(2 * size, limit), larger
+    return size, step
+
+
+@contextlib.contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """A worker on a CPU has one core and one thread."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

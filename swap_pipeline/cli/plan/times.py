@@ -1,0 +1,84 @@
+"""How long a plan takes, from the speed of one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swap_pipeline.cli.plan.plan import Plan, RunPlan, Size
+from swap_pipeline.cli.plan.scaling import Scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """How fast one device trains."""
+
+    images_per_second: float
+    image_size: Size
+    source: str
+    """for people: where the number comes from"""
+    measured_on: str | None
+    """`GPU` or `CPU core`; None: not measured, but given"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Seconds on the clock, and seconds of all devices that are busy meanwhile."""
+
+    seconds: float
+    device_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """How long everything takes."""
+
+    phase1: Expected
+    worker: Expected
+    phase2: Expected
+    phase3: Expected
+    total: Expected
+    """all of SWAP on the devices of the plan"""
+    critical_path: float
+    """seconds with devices for every worker at the same time, as in the report of a run"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """All that `swap plan` shows."""
+
+    title: str
+    plan: Plan
+    throughput: Throughput
+    times: Times
+    scaling: Scaling | None = None
+    """what goes between devices and to files, if the speed of the link between them was given"""
+
+
+def expected_times(plan: Plan, throughput: Throughput) -> Times:
+    """Seconds of training alone. n devices are taken to be n times as fast, and time to grow with the FLOPs."""
+    flops = plan.network.flops
+    flops_per_second = throughput.images_per_second * flops[throughput.image_size].training
+
+    def of_run(run: RunPlan) -> Expected:
+        busy = run.flops / flops_per_second
+        return Expected(seconds=busy / run.devices, device_seconds=busy)
+
+    phase1, worker, phase3 = of_run(plan.phase1), of_run(plan.worker), plan.phase3
+    phase2 = Expected(seconds=plan.rounds * worker.seconds, device_seconds=plan.num_workers * worker.device_seconds)
+    forward = flops[phase3.image_size].forward / flops_per_second
+    statistics_seconds = phase3.samples_of_busiest * forward / (phase3.devices / phase3.processes)
+    statistics = Expected(seconds=statistics_seconds, device_seconds=statistics_seconds * phase3.devices)
+    return Times(
+        phase1=phase1,
+        worker=worker,
+        phase2=phase2,
+        phase3=statistics,
+        total=_sum(phase1, phase2, statistics),
+        critical_path=_sum(phase1, worker, statistics).seconds,
+    )
+
+
+def _sum(*parts: Expected) -> Expected:
+    return Expected(
+        seconds=sum(part.seconds for part in parts), device_seconds=sum(part.device_seconds for part in parts)
+    )

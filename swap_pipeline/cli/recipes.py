@@ -1,0 +1,128 @@
+"""The params files in `recipes/`: which there are, which of them `params.yaml` is, and putting one there."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.errors import SwapError
+from swap_pipeline.report.git import git
+from swap_pipeline.storage.files import atomic_write, read_plain
+
+RECIPES = Path("recipes")
+PARAMS = Path("params.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A complete params file; its first line, a comment, says what it is."""
+
+    name: str
+    path: Path
+    content: bytes
+
+    @property
+    def summary(self) -> str:
+        first = self.content.decode(errors="replace").split("\n", 1)[0]
+        shown = "".join(letter for letter in first if letter.isprintable())
+        return shown.lstrip("#").strip() if shown.startswith("#") else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where `params.yaml` comes from."""
+
+    recipe: str
+    edited: bool
+
+
+def list_recipes() -> list[Recipe]:
+    """All recipes, by name."""
+    paths = sorted(set(RECIPES.glob("*.yaml")) - set(RECIPES.glob("*.methods.yaml")), key=lambda path: path.stem)
+    if not paths:
+        raise SwapError(f"there is no {RECIPES}/ with recipes here: run this from the project's root folder")
+    return [Recipe(name=path.stem, path=path, content=_read(path)) for path in paths]
+
+
+def methods_file(recipe: str) -> Path:
+    """What `swap compare` runs: methods, as changes to the recipe."""
+    return RECIPES / f"{recipe}.methods.yaml"
+
+
+def _read(path: Path) -> bytes:
+    if not path.resolve().is_relative_to(Path.cwd().resolve()):
+        raise SwapError(f"{path} leads out of this project, to {path.resolve()}: put a copy in its place")
+    try:
+        return read_plain(path)
+    except OSError as error:
+        raise SwapError(f"{path} cannot be read ({error.strerror or error}): repair or remove it") from None
+
+
+def origin_of_params(recipes: list[Recipe]) -> Origin | None:
+    """The recipe that `params.yaml` equals, or says that it came from; None if it is of another making, or missing."""
+    content = _read_params_file()
+    for recipe in recipes:
+        if recipe.content == content:
+            return Origin(recipe=recipe.name, edited=False)
+    said = _recipe_entry(content or b"")
+    return Origin(recipe=said, edited=True) if said in {recipe.name for recipe in recipes} else None
+
+
+def use_recipe(name: str, *, force: bool) -> Params:
+    """Write a recipe to `params.yaml`, all of it or nothing; edits that nobody else has are not overwritten."""
+    recipes = list_recipes()
+    chosen = next((recipe for recipe in recipes if recipe.name == name), None)
+    if chosen is None:
+        raise SwapError(f"there is no recipe {name!r}{_closest(name, [recipe.name for recipe in recipes])}")
+    params = read_params(chosen.path)  # names the file, if it is not valid
+    current = _read_params_file()
+    unique = current is not None and all(recipe.content != current for recipe in recipes)
+    if unique and not force and not _is_committed(PARAMS):
+        raise SwapError(f"{PARAMS} has edits that are not committed: commit it first, or overwrite it with --force")
+    with atomic_write(PARAMS) as file:
+        file.write(chosen.content)
+    return params
+
+
+def data_needed(name: str, root: str) -> str:
+    """What a user has to do about the data before the first run."""
+    if name == "fashion-mini":
+        return "in this repository"
+    if name in ("imagefolder", "imagenet"):
+        missing = "" if (Path(root) / "train").is_dir() else "; not there yet"
+        return f"your images, as {root}/train/<class>/… and {root}/test/<class>/… (or val/){missing}"
+    return f"downloaded on the first run unless its official files are in {root}"
+
+
+def _read_params_file() -> bytes | None:
+    try:
+        return read_plain(PARAMS)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SwapError(f"{PARAMS} cannot be read ({error.strerror or error}): remove it") from None
+
+
+def _recipe_entry(content: bytes) -> str | None:
+    """The entry `recipe`, even of a file with mistakes elsewhere."""
+    for line in content.decode(errors="replace").splitlines():
+        key, colon, value = line.partition(":")
+        if key == "recipe" and colon:
+            return value.split("#")[0].strip().strip("'\"")
+    return None
+
+
+def _is_committed(path: Path) -> bool:
+    """Whether git's last commit here has exactly this file; False where there is no git or no repository."""
+    committed = git("rev-parse", "--verify", "--quiet", f"HEAD:./{path}")
+    # hash-object converts line ends as a commit would, where git is set up for that.
+    return committed is not None and committed == git("hash-object", "--", str(path))
+
+
+def _closest(name: str, known: list[str]) -> str:
+    bare = Path(name).name.removesuffix(".yaml").lower()  # also what a shell completes from the folder
+    matches = difflib.get_close_matches(bare, known, n=3, cutoff=0.5)
+    return f": did you mean {' or '.join(matches)}?" if matches else f" (known: {', '.join(known)})"

@@ -1,0 +1,84 @@
+"""Which run this is: the stage and, of a worker, its seed; and what follows from that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from swap_pipeline.config.kept_models import LAST_MODEL
+
+PHASES = ("phase1", "phase2", "phase3")
+ANALYSES = ("landscape", "cosine", "workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """One run of a stage: what DVC calls an instance of it."""
+
+    stage: str
+    """a phase or an analysis"""
+    seed: int | None = None
+    """of a worker of phase 2"""
+
+    @property
+    def name(self) -> str:
+        """What people call it: `phase2 seed 3`."""
+        return self.stage if self.seed is None else f"{self.stage} seed {self.seed}"
+
+    @property
+    def stage_file(self) -> str:
+        """The `dvc.yaml` that declares the stage."""
+        return "analysis/dvc.yaml" if self.stage in ANALYSES else "dvc.yaml"
+
+    @property
+    def item(self) -> dict[str, int]:
+        """The entries of the stage's matrix."""
+        return {} if self.seed is None else {"seed": self.seed}
+
+    @property
+    def stage_name(self) -> str:
+        """As DVC lists it within its file: `phase2@3`."""
+        return self.stage if self.seed is None else f"{self.stage}@{self.seed}"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Module and arguments, as after `python -m`."""
+        return (f"stages.{self.stage}", *(() if self.seed is None else ("--seed", str(self.seed))))
+
+    @property
+    def has_models(self) -> bool:
+        """Whether it leaves models; others only look at those of others."""
+        return self.stage in PHASES
+
+    @property
+    def outs(self) -> tuple[Path, ...]:
+        """What DVC keeps of it."""
+        return (self.checkpoints, self.record) if self.has_models else (self.record,)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its models."""
+        folder = Path("checkpoints") / self.stage
+        return folder if self.seed is None else folder / f"seed_{self.seed}"
+
+    @property
+    def model(self) -> Path:
+        return self.checkpoints / LAST_MODEL
+
+    @property
+    def record(self) -> Path:
+        """The file with what is known of the run."""
+        folder = Path("analysis" if self.stage in ANALYSES else "metrics")
+        return folder / f"{self.stage}.json" if self.seed is None else folder / self.stage / f"seed_{self.seed}.json"
+
+    @property
+    def origin(self) -> dict[str, str | int | None]:
+        """What the header of its models must say of where they are from."""
+        return {"phase": self.stage, "seed": self.seed}
+
+
+PHASE1 = Instance(stage="phase1")
+
+
+def worker(seed: int) -> Instance:
+    return Instance(stage="phase2", seed=seed)

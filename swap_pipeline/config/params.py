@@ -1,0 +1,198 @@
+"""`params.yaml` as frozen objects; `reading` makes them of the file.
+
+Every knob is declared here once: its name, type, range, meaning and, unless the file must say it, its default. A
+params file holds what people tune; whatever else is declared here may be added to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from swap_pipeline.config.parsing import knob
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+IntByEpoch = int | tuple[tuple[int, int], ...]
+"""One value, or `[[epoch, value], …]`: each value holds from its epoch on."""
+FloatByEpoch = float | tuple[tuple[int, float], ...]
+Knots = tuple[tuple[float, float], ...]
+"""`[[epoch, value], …]`, with straight lines between them."""
+EpochList = tuple[int, ...] | Literal["all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is learned from."""
+
+    name: str = knob("the data set")
+    root: str = knob("folder of your own images, or of a data set's official files where there is no network")
+    train_images: int | Literal["all"] = knob(
+        "use only this many training images, the same number of each class", default="all", minimum=1
+    )
+    max_gb_in_memory: float = knob(
+        "images that take more are read from their files, batch by batch", default=2.0, minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Random changes made to every training batch, and how test images are cropped."""
+
+    padding: int = knob(
+        "pixels of reflection added on each side before a random crop of the old size", default=0, minimum=0
+    )
+    flip: bool = knob("mirror half of the images, left to right", default=True)
+    cutout: int = knob("side of a square that is blanked out in every image; 0 for none", default=0, minimum=0)
+    test_crop: Literal["square", "rectangle"] = knob(
+        "test images read from files: a square from the middle, or a rectangle in the image's own shape",
+        default="square",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The network."""
+
+    name: str = knob("resnet9, torchvision:<name>, timm:<name> or package.module:function")
+    width: int | None = knob("channels of the first layer; the paper's ResNet-9 has 64", default=None, minimum=1)
+    options: dict[str, Any] | None = knob("further arguments for the function that makes the network", default=None)
+    pretrained: bool = knob("start phase 1 from published weights", default=False)
+    zero_init_last_gamma: bool = knob(
+        "each residual block starts as the identity: its last norm layer scales by 0", default=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """SGD, the same in both phases."""
+
+    momentum: float = knob("momentum", default=0.9, minimum=0, maximum=1)
+    nesterov: bool = knob("Nesterov's variant of momentum", default=True)
+    weight_decay: float = knob("L2 penalty, added to the gradient", default=5e-4, minimum=0)
+    decay_norms: bool = knob("weight decay also on the scales and shifts of norm layers", default=True)
+    decay_biases: bool = knob("weight decay also on the biases of other layers", default=True)
+    label_smoothing: float = knob(
+        "probability mass moved from the true class to all classes", default=0.0, minimum=0, maximum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How numbers are computed, where that can change them."""
+
+    precision: Precision = knob(
+        "of forward and backward passes (weights are fp32); auto: bf16 on GPUs that have it, fp16 on other GPUs, "
+        "fp32 on CPU",
+        default="auto",
+    )
+    channels_last: bool = knob("memory layout of images and weights; usually the faster one", default=True)
+    compile: bool = knob("compile the network with torch.compile before training", default=False)
+    deterministic: bool = knob(
+        "only algorithms that give the same bytes each time, also on GPUs, where it costs speed", default=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Batch size, learning rate and image size over the epochs of a run."""
+
+    batch_size: IntByEpoch = knob("images per step, over all devices of the run together", minimum=1)
+    shards: int = knob(
+        "equal parts of a batch, each normalised on its own (batch norm); at most this many devices share the run",
+        default=1,
+        minimum=1,
+        maximum=1 << 16,
+    )
+    peak_lr: float | None = knob("highest learning rate", default=None, above=0)
+    warmup_epochs: float | None = knob(
+        "epochs of linear rise from 0 to the peak; none if left out", default=None, minimum=0
+    )
+    lr_knots: Knots | None = knob(
+        "the learning rate by epoch, instead of peak_lr and warmup_epochs", default=None, minimum=0
+    )
+    image_size: IntByEpoch | None = knob(
+        "side in pixels to which images read from files are resized", default=None, minimum=1
+    )
+    min_scale: FloatByEpoch | None = knob(
+        "images read from files: a random crop of at least this share of the area", default=None, above=0, maximum=1
+    )
+    ema_decay: float | None = knob(
+        "keep an exponential mean of the weights, by step, with this decay (0.99, for example); the mean is the result",
+        default=None,
+        above=0,
+        maximum=1 - 1e-9,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase1(Schedule):
+    """Large batches, all devices, one model."""
+
+    max_epochs: int = knob("the learning rate falls to 0 at the end of this many epochs", minimum=1)
+    stop_accuracy: float = knob(
+        "training accuracy in percent that ends the phase once passed (τ); 100 for never",
+        default=100.0,
+        minimum=0,
+        maximum=100,
+    )
+    keep_epochs: EpochList = knob(
+        "epochs whose models are kept beside the last, for the analysis; a list, or all", default=(), minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase2(Schedule):
+    """Small batches, one independent worker for each seed."""
+
+    epochs: int = knob("length of the phase; 0: no phase 2, the model is phase 1's", minimum=0)
+    cycles: int = knob(
+        "equal parts of the phase, each ending in a model and, unless lr_knots say otherwise, from the peak down",
+        default=1,
+        minimum=1,
+    )
+    first_epoch: int = knob("what the knots call the first epoch of this phase", default=0, minimum=0)
+    keep_epochs: EpochList = knob(
+        "epochs after which the workers' models are kept and their average tested; a list, or all",
+        default=(),
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Who takes part in phase 2 and in the average."""
+
+    seeds: tuple[int, ...] = knob("one worker for each of these seeds", minimum=0, maximum=2**63 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase3:
+    """The average's batch-norm statistics."""
+
+    batch_size: int = knob(
+        "images in one batch of the statistics pass; a batch is never split over devices", default=500, minimum=2
+    )
+    augment: bool = knob("pass augmented images, as seen in training, instead of plain ones", default=False)
+    variance: Literal["pooled", "batch_mean"] = knob(
+        "variance over all samples, or mean of the batches' variances", default="pooled"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """The whole of `params.yaml`."""
+
+    recipe: str = knob("the file in recipes/ that this one came from; or a name of your own")
+    method: str = knob("a label for tables and reports: what kind of training this is", default="swap")
+    seed: int = knob(
+        "initial weights, data order and augmentation; another seed is another repeat", minimum=0, maximum=2**63 - 1
+    )
+    data: Data
+    augment: Augment
+    model: Model
+    optimizer: Optimizer
+    compute: Compute
+    phase1: Phase1
+    phase2: Phase2
+    workers: Workers
+    phase3: Phase3

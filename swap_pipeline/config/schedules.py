@@ -1,0 +1,76 @@
+"""Learning rate, batch size and image size as pure functions of the fractional epoch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from swap_pipeline.config.params import Schedule
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class PiecewiseLinear:
+    """Straight lines between knots, constant outside them: `PiecewiseLinear((0, 5, 24), (0, 0.4, 0))(2.5) == 0.2`.
+
+    Two knots at the same epoch make a jump; the later value holds from that epoch on.
+    """
+
+    epochs: Sequence[float]
+    values: Sequence[float]
+
+    def __post_init__(self) -> None:
+        assert len(self.epochs) == len(self.values) > 0
+        assert list(self.epochs) == sorted(self.epochs)
+
+    def __call__(self, epoch: float) -> float:
+        right = bisect_right(self.epochs, epoch)
+        if right == 0:
+            return self.values[0]
+        if right == len(self.epochs):
+            return self.values[-1]
+        left = right - 1
+        share = (epoch - self.epochs[left]) / (self.epochs[right] - self.epochs[left])
+        return self.values[left] + share * (self.values[right] - self.values[left])
+
+
+def warmup_then_decay(*, peak: float, warmup_epochs: float, epochs: float) -> PiecewiseLinear:
+    """From 0 up to `peak` at `warmup_epochs`, then down to 0 at `epochs`; with no warm-up it starts at the peak."""
+    return PiecewiseLinear((0, warmup_epochs, epochs), (0, peak, 0))
+
+
+def learning_rate_of(given: Schedule, *, epochs: int, cycles: int = 1, first_epoch: int = 0) -> PiecewiseLinear:
+    """The learning rate of a run, at epoch 0 of which the knots are at `first_epoch`."""
+    if given.lr_knots is not None:
+        return PiecewiseLinear(
+            tuple(epoch - first_epoch for epoch, _ in given.lr_knots), tuple(rate for _, rate in given.lr_knots)
+        )
+    assert given.peak_lr is not None
+    length = epochs / cycles
+    # A run of 0 epochs may have a warm-up in its section: it is not used.
+    warmup_epochs = min(given.warmup_epochs or 0, length)
+    cycle = warmup_then_decay(peak=given.peak_lr, warmup_epochs=warmup_epochs, epochs=length)
+    return PiecewiseLinear(
+        tuple(k * length + epoch for k in range(cycles) for epoch in cycle.epochs), tuple(cycle.values) * cycles
+    )
+
+
+@dataclass(frozen=True)
+class Steps(Generic[Value]):
+    """Each value holds from its epoch on: `Steps((0, 13), (128, 224))(13) == 224`."""
+
+    epochs: Sequence[float]
+    values: Sequence[Value]
+
+    def __call__(self, epoch: float) -> Value:
+        return self.values[max(0, bisect_right(self.epochs, epoch) - 1)]
+
+
+def by_epoch(given: Value | tuple[tuple[int, Value], ...], *, first_epoch: int = 0) -> Steps[Value]:
+    """A value, or `[[epoch, value], …]`, as a function of the epochs of a run that starts at `first_epoch`."""
+    if not isinstance(given, tuple):
+        return Steps((0,), (given,))
+    return Steps(tuple(epoch - first_epoch for epoch, _ in given), tuple(value for _, value in given))

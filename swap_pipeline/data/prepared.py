@@ -1,0 +1,142 @@
+"""`data/prepared` as it lies on disk: what is known of the data set, and its splits, checked on opening."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swap_pipeline.errors import SwapError
+from swap_pipeline.storage.files import read_json
+from swap_pipeline.storage.tensor_files import TensorFile, digest_of
+
+# Larger than any image that a network is trained on; what claims more is no image.
+_MAX_SIDE = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What `meta.json` says of the data."""
+
+    classes: tuple[str, ...]
+    shape: tuple[int, int, int] | None
+    """channels, height, width; of images that are read from their files only the channels are known"""
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    digest: str = ""
+    """of all that the file says; the images of this data set carry it too"""
+
+    @property
+    def in_memory(self) -> bool:
+        return self.shape is not None
+
+
+def read_meta(folder: Path) -> Meta:
+    path = folder / "meta.json"
+    tree = read_json(path)
+    if reason := _why_no_meta(tree):
+        raise SwapError(f"{path} is damaged ({reason}): delete it and run `dvc repro`")
+    channels, height, width = tree["shape"]
+    return Meta(
+        classes=tuple(tree["classes"]),
+        shape=(channels, height, width) if tree["kind"] == "memory" else None,
+        channels=channels,
+        mean=tuple(tree["mean"]),
+        std=tuple(tree["std"]),
+        digest=digest_of(tree),
+    )
+
+
+def _why_no_meta(tree: Any) -> str:
+    """What keeps a tree from being that of a `meta.json`; empty if nothing does."""
+    if not isinstance(tree, dict) or tree.keys() != {"kind", "classes", "shape", "mean", "std"}:
+        return "it has other entries"
+    if tree["kind"] not in ("memory", "files"):
+        return f"kind is {str(tree['kind'])[:40]!r}"
+    shape = tree["shape"]
+    if not isinstance(shape, list) or len(shape) != 3:
+        return "shape is not channels, height and width"
+    return why_no_images(tree) or (
+        "" if all(map(is_size, shape[1:] if tree["kind"] == "memory" else ())) else "shape is not one of images"
+    )
+
+
+def why_no_images(tree: Mapping[str, Any]) -> str:
+    """What is wrong with classes, channels and normalisation, as `meta.json` and checkpoints have them."""
+    classes = tree.get("classes")
+    if not isinstance(classes, list) or not classes or not all(isinstance(name, str) for name in classes):
+        return "classes is not a list of names"
+    shape = tree.get("shape")
+    if not isinstance(shape, list) or len(shape) != 3 or not is_size(shape[0]):
+        return "shape is not channels, height and width"
+    for key in ("mean", "std"):
+        values = tree.get(key)
+        if not isinstance(values, list) or len(values) != shape[0] or not all(map(_is_finite, values)):
+            return f"{key} is not a number for each of {shape[0]} channels"
+        if key == "std" and min(values) <= 0:
+            return "std is not above 0"
+    return ""
+
+
+def is_size(value: Any) -> bool:
+    """Whether it can be the side of an image, or the number of its channels."""
+    return type(value) is int and 0 < value <= _MAX_SIDE
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MAX_SIDE and math.isfinite(value)
+
+
+def open_split(folder: Path, split: str, meta: Meta, dtypes: Mapping[str, torch.dtype]) -> TensorFile:
+    """The file of the training or test images, which must be of the data set that `meta` is of, with these tensors."""
+    path = folder / f"{split}.safetensors"
+    file = TensorFile(path)
+    for key, dtype in dtypes.items():
+        if key not in file.layout:
+            raise SwapError(f"{path} has no tensor {key!r}: delete it and run `dvc repro`")
+        shape = file.layout[key].shape
+        if file.layout[key].dtype != dtype or not shape or 0 in shape:
+            raise SwapError(f"{path}: tensor {key!r} has another type, or is empty: delete it and run `dvc repro`")
+    if file.info.get("split") != split or file.info.get("meta") != meta.digest:
+        raise SwapError(f"{path} does not belong to {folder / 'meta.json'}: delete {folder} and run `dvc repro`")
+    return file
+
+
+def read_labels(file: TensorFile, meta: Meta) -> torch.Tensor:
+    """The labels of a split, each of which has a class."""
+    labels = file.read("labels")
+    if labels.dim() != 1 or not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(meta.classes):
+        raise SwapError(f"{file.path} is empty or has labels without a class: delete it and run `dvc repro`")
+    return labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """How images that are read from their files are seen; images in memory are as they are."""
+
+    size: int
+    """side of the square in pixels"""
+    min_scale: float | None = None
+    """training: a random crop of at least this share of the area; None: the middle of the image"""
+
+
+def view_in(info: Mapping[str, Any], path: Path) -> View | None:
+    """The view that a checkpoint's header tells of."""
+    view = info.get("view")
+    if view is None:
+        return None
+    if isinstance(view, dict) and view.keys() == {"size", "min_scale"} and is_size(view["size"]):
+        scale = view["min_scale"]
+        if scale is None or (type(scale) in (int, float) and 0 < scale <= 1):
+            return View(size=view["size"], min_scale=scale)
+    raise SwapError(f"{path}: its header says of the size of images what nobody can use: train it again")
+
+
+def pixel_scale(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Values of each channel on the scale 0–1, as 1×C×1×1 on the scale of pixels."""
+    return (torch.tensor(values, dtype=torch.float32) * 255).view(1, -1, 1, 1).to(device)

@@ -1,0 +1,67 @@
+"""What DVC is about to make of `params.yaml`: `swap check`, and the pipeline's first stage.
+
+DVC puts values of `params.yaml` into paths before any code of this project runs: it deletes what `workers.seeds` names
+as an output, and reads all of `data.root`. So both are checked here first, without torch and in well under a second.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from swap_pipeline.config.params import Params
+from swap_pipeline.config.reading import read_params
+from swap_pipeline.errors import SwapError, shown
+
+OUTS = ("checkpoints", "data/checked.txt", "data/prepared", "metrics", "plots", "report")
+_NOT_DATA = (".dvc", ".git", ".swap", *OUTS)
+# Where DVC would hang, or read without end.
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def check(file: Path = Path("params.yaml")) -> Params:
+    """Read a params file; a `SwapError` names the first thing that `dvc repro` would stumble over."""
+    params = read_params(file)
+    try:
+        _check_root(params.data.root)
+    except SwapError as error:
+        raise SwapError(f"{file}: {error}") from None
+    return params
+
+
+def _check_root(text: str) -> None:
+    """That DVC can take `data.root` as a dependency: a folder on this machine that holds nothing but files."""
+    what = f"data.root is {shown(text)}"
+    if "://" in text:
+        raise SwapError(f"{what}, an address: download the data, and name the folder that it is in")
+    root = Path(text)
+    if not text or "\0" in text or not root.is_dir():
+        problem = "is not a folder" if text and "\0" not in text and os.path.lexists(root) else "does not exist"
+        raise SwapError(f"{what}, which {problem}: create it, or name the right folder")
+    for name in _NOT_DATA:
+        other, place = Path(name).resolve(), root.resolve()
+        if place == other or place in other.parents or other in place.parents:
+            raise SwapError(f"{what}, which overlaps with {name} of this project: name a folder of its own")
+    if special := _special_file(root):
+        raise SwapError(f"{what}, but {special}, which DVC cannot read: remove it")
+
+
+def _special_file(root: Path) -> str:
+    """The first thing in a folder that is neither a file nor a folder, nor a link to one; empty if there is none.
+
+    Broken links do no harm here: whoever reads the images names them.
+    """
+    folders = [str(root)]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    elif not entry.is_file() and not entry.is_dir() and Path(entry).exists():
+                        kind = stat.S_IFMT(entry.stat().st_mode)
+                        return f"{shown(entry.path)} is {_KINDS.get(kind, 'no file')}"
+        except OSError:
+            continue  # a folder that may not be read: DVC names it
+    return ""

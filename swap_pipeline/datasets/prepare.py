@@ -1,0 +1,289 @@
+"""Named data sets → `data/prepared/`: uint8 tensors or an index of image files, and what there is to know of them."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from swap_pipeline.config.params import Data
+from swap_pipeline.datasets.arrays import FROM_ARRAYS
+from swap_pipeline.datasets.image_folders import FolderSplit, Looks, joined, look_at, processes_for, scan
+from swap_pipeline.errors import SwapError
+from swap_pipeline.runtime.environment import find_root
+from swap_pipeline.storage.files import write_json
+from swap_pipeline.storage.image_files import shape_of
+from swap_pipeline.storage.tensor_files import digest_of, write_tensors
+
+# What ImageNet is normalised by everywhere, so that published weights fit.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a data set before it is there."""
+
+    num_train: int
+    num_test: int
+    shape: tuple[int, int | None, int | None]
+    """channels, height and width; None where images differ"""
+    num_classes: int
+
+
+FACTS = {
+    "fashion-mini": Facts(num_train=10_000, num_test=10_000, shape=(1, 28, 28), num_classes=10),
+    "fashion-mnist": Facts(num_train=60_000, num_test=10_000, shape=(1, 28, 28), num_classes=10),
+    "cifar10": Facts(num_train=50_000, num_test=10_000, shape=(3, 32, 32), num_classes=10),
+    "cifar100": Facts(num_train=50_000, num_test=10_000, shape=(3, 32, 32), num_classes=100),
+    "imagenet": Facts(num_train=1_281_167, num_test=50_000, shape=(3, None, None), num_classes=1000),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """All that is written."""
+
+    train: Mapping[str, torch.Tensor]
+    test: Mapping[str, torch.Tensor]
+    kind: Literal["memory", "files"]
+    classes: tuple[str, ...]
+    shape: tuple[int, int | None, int | None]
+    normalisation: tuple[list[float], list[float]]
+    about: str
+    """the end of the line that is shown"""
+    notes: Sequence[str] = ()
+
+
+def prepare(data: Data, folder: Path) -> str:
+    """Write the named data set to `folder`; returns a line about it, and one for each thing that people should know."""
+    if data.name in FROM_ARRAYS:
+        made = _from_arrays(data)
+    elif data.name in TEST_FOLDERS:
+        made = _from_folder(data)
+    else:
+        raise unknown(data.name)
+    _write(folder, made)
+    num_train, num_test = len(made.train["labels"]), len(made.test["labels"])
+    line = f"{data.name}: {num_train:,} training and {num_test:,} test images, {made.about}"
+    return "\n".join([line, *made.notes])
+
+
+def unknown(name: str) -> SwapError:
+    """What is said of a data set that nobody knows."""
+    known = [*FROM_ARRAYS, *TEST_FOLDERS]
+    closest = difflib.get_close_matches(name.lower(), known, n=2)
+    hint = f"did you mean {' or '.join(closest)}? Known are" if closest else "choose one of"
+    return SwapError(f"params.yaml: data.name is {name!r}: {hint} {', '.join(known)}")
+
+
+def _write(folder: Path, made: _Prepared) -> None:
+    """What is known of the data is written last and removed first: without it, nothing here looks whole."""
+    splits = {"train": made.train, "test": made.test}
+    mean, std = made.normalisation
+    meta = {"kind": made.kind, "classes": list(made.classes), "shape": list(made.shape), "mean": mean, "std": std}
+    (folder / "meta.json").unlink(missing_ok=True)
+    try:
+        for split, tensors in splits.items():
+            info = {"split": split, "meta": digest_of(meta)}
+            info |= {"list": _list_hash(tensors)} if made.kind == "files" else {}
+            write_tensors(folder / f"{split}.safetensors", tensors, info)
+    except BaseException:
+        for split in splits:
+            (folder / f"{split}.safetensors").unlink(missing_ok=True)
+        raise
+    write_json(folder / "meta.json", meta)
+
+
+def _list_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    """One hash over all that an index says, in the order of its keys' names."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _from_arrays(data: Data) -> _Prepared:
+    source = FROM_ARRAYS[data.name](data.root)
+    chosen, notes = _chosen(source.train_labels.numpy(), source.classes, data)
+    train_images, train_labels = source.train_images, source.train_labels
+    if chosen is not None:
+        train_images, train_labels = train_images[chosen], train_labels[chosen]
+    channels, height, width = train_images.shape[1:]
+    return _Prepared(
+        train={"images": train_images, "labels": train_labels},
+        test={"images": source.test_images, "labels": source.test_labels},
+        kind="memory",
+        classes=source.classes,
+        shape=(channels, height, width),
+        normalisation=_moments(_counts(train_images)),
+        about=f"{channels}×{height}×{width}, {len(source.classes)} classes, in memory",
+        notes=notes,
+    )
+
+
+def _counts(images: torch.Tensor) -> torch.Tensor:
+    """How often each of the 256 values occurs in each channel."""
+    channels = range(images.shape[1])
+    return torch.stack([torch.bincount(images[:, channel].reshape(-1), minlength=256) for channel in channels])
+
+
+def _moments(counts: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel on the scale 0–1, from exact counts of the 256 values."""
+    values = torch.arange(256, dtype=torch.float64) / 255
+    mean, std = [], []
+    for channel, of_channel in enumerate(counts.double()):
+        average = (of_channel @ values) / of_channel.sum()
+        spread = ((of_channel @ (values - average) ** 2) / of_channel.sum()).sqrt()
+        if spread == 0:
+            raise SwapError(f"all training images have the same value in channel {channel}: there is nothing to learn")
+        mean.append(average.item())
+        std.append(spread.item())
+    return mean, std
+
+
+# --- a part of the training images
+
+
+def _chosen(
+    labels: NDArray[np.int64], classes: Sequence[str], data: Data
+) -> tuple[NDArray[np.int64] | None, list[str]]:
+    """Which training images are used, None for all of them; and what there is to say about that."""
+    if data.train_images == "all" or data.train_images == len(labels):
+        return None, []
+    if data.train_images > len(labels):
+        raise SwapError(
+            f"params.yaml: data.train_images is {data.train_images}, but {data.name} has {len(labels)}: "
+            f"lower it, or write all"
+        )
+    chosen = choose_balanced(labels, len(classes), data.train_images)
+    notes = [f"note: {data.train_images:,} of {len(labels):,} training images are used (data.train_images)"]
+    num_unseen = len(classes) - len(np.unique(labels[chosen]))
+    if num_unseen:
+        notes.append(f"warning: {num_unseen:,} of {len(classes):,} classes have no training image: raise it to see all")
+    return chosen, notes
+
+
+def choose_balanced(labels: NDArray[np.int64], num_classes: int, number: int) -> NDArray[np.int64]:
+    """Positions of `number` images, as evenly from all classes as these allow; always the same ones, in their order.
+
+    Which ones is decided by a hash and not by a generator, whose numbers may differ from version to version.
+    """
+    of_class = [np.flatnonzero(labels == label) for label in range(num_classes)]
+    chosen: list[int] = []
+    # From the smallest class up: what one lacks, those after it share.
+    for rank, label in enumerate(sorted(range(num_classes), key=lambda label: (len(of_class[label]), label))):
+        share = (number - len(chosen)) // (num_classes - rank)
+        ranked = sorted(range(len(of_class[label])), key=lambda place: _lot(label, place))
+        chosen += of_class[label][ranked[:share]].tolist()
+    return np.array(sorted(chosen), dtype=np.int64)
+
+
+def _lot(label: int, place: int) -> bytes:
+    return hashlib.blake2b(f"training image {place} of class {label}".encode(), digest_size=8).digest()
+
+
+# --- folders of images
+
+# Where test images are looked for; ImageNet's own `test` has no labels.
+TEST_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
+
+
+def _from_folder(data: Data) -> _Prepared:
+    tree = scan(_hashed_root(data.root), test_names=TEST_FOLDERS[data.name])
+    chosen, notes = _chosen(tree.train.labels, tree.classes, data)
+    train, test = tree.train if chosen is None else tree.train.only(chosen), tree.test
+    notes = [*tree.notes, *notes]
+    is_imagenet = data.name == "imagenet"
+    if is_imagenet and len(tree.classes) != FACTS["imagenet"].num_classes:
+        notes.append(f"note: {tree.root} has {len(tree.classes):,} classes, ImageNet has 1,000")
+    num_images = len(train) + len(test)
+    keep = _size_to_keep(tree.root / train.paths[0], num_images, data.max_gb_in_memory)
+    with processes_for(num_images) as run:
+        train_looks = look_at(run, tree.root, train.paths, keep=keep, what="training")
+        test_looks = look_at(run, tree.root, test.paths, keep=keep, what="test")
+    looks = joined([train_looks, test_looks])
+    _refuse_unreadable(tree.root, looks)
+    channels = 1 if looks.grey.all() and not is_imagenet else 3
+    why_not = _why_not_in_memory(looks, channels, data.max_gb_in_memory)
+    if why_not:
+        tensors = [_index(train, train_looks), _index(test, test_looks)]
+        shape: tuple[int, int | None, int | None] = (channels, None, None)
+        about = f"{'grey' if channels == 1 else 'in colour'}, {len(tree.classes):,} classes, left in files: {why_not}"
+    else:
+        tensors = [_tensors(train, train_looks, channels), _tensors(test, test_looks, channels)]
+        shape = (channels, int(looks.heights[0]), int(looks.widths[0]))
+        about = f"{'×'.join(map(str, shape))}, {len(tree.classes):,} classes, in memory"
+    customary = list(IMAGENET_MEAN), list(IMAGENET_STD)
+    return _Prepared(
+        train=tensors[0],
+        test=tensors[1],
+        kind="files" if why_not else "memory",
+        classes=tree.classes,
+        shape=shape,
+        normalisation=customary if is_imagenet else _moments(torch.from_numpy(train_looks.counts[:channels])),
+        about=about,
+        notes=notes,
+    )
+
+
+def _hashed_root(root: str) -> Path:
+    """The folder that DVC has hashed as a dependency: no other may be looked at, or a change would go unnoticed."""
+    here, found = Path(root), find_root(root)
+    if found != here:
+        raise SwapError(
+            f"params.yaml: data.root is {root!r}, and its images are not in this temporary folder, which has only what "
+            f"git or DVC tracks: write it as an absolute path, or `dvc add {root}`"
+        )
+    return here
+
+
+def _size_to_keep(first: Path, num_images: int, max_gb: float) -> tuple[int, int] | None:
+    """Height and width that all images need, to be kept in memory: the first one's, if so many of that size fit."""
+    try:
+        channels, height, width = shape_of(first)
+    except SwapError:
+        return None  # it will be told with all others that cannot be read
+    return (height, width) if num_images * channels * height * width <= max_gb * 1e9 else None
+
+
+def _refuse_unreadable(root: Path, looks: Looks) -> None:
+    if looks.errors:
+        first = f"{len(looks.errors):,} of {len(looks):,} images in {root} cannot be read: repair or remove them"
+        raise SwapError("\n".join([first, *looks.errors]))
+
+
+def _why_not_in_memory(looks: Looks, channels: int, max_gb: float) -> str:
+    """Why the images have to stay in their files; nothing if they need not."""
+    if len(np.unique(looks.heights)) > 1 or len(np.unique(looks.widths)) > 1:
+        return "they differ in size"
+    num_bytes = channels * int((looks.heights.astype(np.int64) * looks.widths).sum())
+    return f"{num_bytes / 1e9:.3g} GB, more than data.max_gb_in_memory" if num_bytes > max_gb * 1e9 else ""
+
+
+def _tensors(split: FolderSplit, looks: Looks, channels: int) -> dict[str, torch.Tensor]:
+    assert looks.pixels is not None
+    pixels = looks.pixels if looks.pixels.shape[1] == channels else looks.pixels.repeat(channels, axis=1)
+    return {"images": torch.from_numpy(pixels), "labels": torch.from_numpy(split.labels)}
+
+
+def _index(split: FolderSplit, looks: Looks) -> dict[str, torch.Tensor]:
+    """Where the images are and what they were like; all paths in one row of bytes, and where each of them ends."""
+    paths = [path.encode() for path in split.paths]
+    ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
+    arrays = {
+        "labels": split.labels,
+        "heights": looks.heights,
+        "widths": looks.widths,
+        "paths": np.frombuffer(b"".join(paths), dtype=np.uint8).copy(),
+        "path_ends": ends,
+        "digests": looks.digests,
+    }
+    return {key: torch.from_numpy(array) for key, array in arrays.items()}

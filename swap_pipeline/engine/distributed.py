@@ -1,0 +1,112 @@
+"""Environment → rank, world, device, backend. The only module that starts or ends a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swap_pipeline.errors import SwapError
+from swap_pipeline.runtime.environment import device_type, timeout_minutes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The processes that work on one job; a world of one needs no process group and has none."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    ranks_here: int = 1
+    """of these processes, how many are on this node"""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def describe(self) -> str:
+        """For people: `2 × cpu`, `8 × NVIDIA V100`."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return f"{self.world_size} × {name}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For records: what a job ran on. On CPU a device is a core, so that times can be compared."""
+        cores = self.world_size * torch.get_num_threads()
+        return {
+            "devices": self.describe(),
+            "num_devices": self.world_size if self.device.type == "cuda" else cores,
+        }
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add up `tensor` over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Return once every rank has come here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The `tensor` of every rank, one row each."""
+        rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        if self.world_size > 1:
+            dist.all_gather(rows, tensor)
+        else:
+            rows = [tensor]
+        return torch.stack(rows)
+
+    def number_of_main(self, number: int) -> int:
+        """The main rank's number, for all ranks to act on."""
+        return int(self.sum(torch.tensor(number if self.is_main else 0, device=self.device)).item())
+
+    def main_says(self, verdict: bool) -> bool:
+        """The main rank's answer to a question, for all ranks to act on."""
+        answer = torch.tensor(float(verdict and self.is_main), device=self.device)
+        return bool(self.sum(answer).item())
+
+    def finish_queued_work(self) -> None:
+        """Wait for this rank's GPU, so that a clock can be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[Group]:
+    """Join the job that torchrun (or the launcher) started this process for."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = _device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so; started otherwise, a rank has its own node
+    group = Group(rank=rank, world_size=world_size, device=device, ranks_here=here)
+    if world_size == 1:
+        yield group
+        return
+    timeout = timedelta(minutes=timeout_minutes())
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    yield group
+    # Not after an error: NCCL would wait for ranks that may be gone, and with gloo the others would report a lost
+    # connection before this rank can say what is wrong. The group ends with the process then.
+    dist.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    if device_type(has_gpu=torch.cuda.is_available()) == "cpu":
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise SwapError(
+            f"rank {local_rank} has no GPU, only {torch.cuda.device_count()} can be seen: "
+            f"lower SWAP_NPROC, or set SWAP_DEVICE=cpu"
+        )
+    return torch.device("cuda", local_rank)

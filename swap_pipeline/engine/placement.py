@@ -1,0 +1,30 @@
+"""Where and how a network computes: device, memory layout, repeatability."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from swap_pipeline.config.params import Compute
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.precision import check_cpu, resolve
+
+
+def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
+    """Bring the network to its device and layout, and torch to the wanted degree of repeatability."""
+    if group.device.type == "cpu" and (precision := resolve(compute.precision, group.device)) != "fp32":
+        check_cpu(precision)
+    if group.device.type == "cuda":
+        torch.backends.cudnn.benchmark = not compute.deterministic
+        torch.use_deterministic_algorithms(compute.deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    network.to(group.device)
+    if compute.channels_last:
+        network.to(memory_format=torch.channels_last)
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` of the generators that are used; on a CPU it would note a stack trace for GPUs to come."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)

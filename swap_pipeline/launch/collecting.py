@@ -1,0 +1,85 @@
+"""From scratch to the workspace: the launcher puts results where DVC expects them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from swap_pipeline.config.instances import Instance
+from swap_pipeline.errors import SwapError
+from swap_pipeline.runtime.job_folder import LAUNCHER_LOCK, RECORD, RESULT, JobFolder
+from swap_pipeline.runtime.locks import Lock
+from swap_pipeline.storage.files import copy_file
+
+
+def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:
+    """Remove `seed_<S>` and `seed_<S>.json` of seeds that are not listed; returns what was removed."""
+    listed = {f"seed_{seed}" for seed in seeds}
+    removed = [
+        path
+        for folder in folders
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if re.fullmatch(r"seed_\d+", path.stem) and path.stem not in listed
+    ]
+    for path in removed:
+        _remove(path)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def set_aside_damaged(folder: JobFolder) -> None:
+    """Of a complete job: a result that is not as it was written must not be given out, but made again."""
+    lock = Lock(folder.path / LAUNCHER_LOCK)
+    if not os.path.lexists(folder.result) or not lock.try_acquire():
+        return
+    try:
+        if reason := folder.damage() if folder.is_complete else "it is no folder":
+            aside = folder.path / f"{RESULT}.damaged"
+            _remove(aside)
+            folder.result.rename(aside)
+            what = f"{folder.result} is damaged ({reason})"
+            print(f"warning: {what}: it is set aside as {aside.name} and made again", flush=True)
+    finally:
+        lock.release()
+
+
+def collect(folder: JobFolder, instance: Instance) -> None:
+    """Put the result where DVC expects it, if it is whole and what it was made from is as it was.
+
+    A copy, since the workspace's file may share an inode with DVC's cache: what damages that must not damage this.
+    What a launcher that was killed here left behind goes.
+    """
+    if reason := folder.damage():
+        raise SwapError(f"{folder.result} is damaged ({reason}): run `dvc repro` again, which makes it again")
+    _check_current(folder)
+    for leftover in instance.record.parent.glob(f".{instance.record.name}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+    if instance.has_models:
+        made = [folder.result / name for name in sorted(folder.digests()) if name.endswith(".safetensors")]
+        checkpoints = instance.checkpoints
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        for stale in set(checkpoints.glob("*.safetensors")) - {checkpoints / path.name for path in made}:
+            stale.unlink()
+        for leftover in checkpoints.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        for path in made:
+            copy_file(path, checkpoints / path.name)
+    copy_file(folder.result / RECORD, instance.record)
+    _check_current(folder)  # again, since copies take time: DVC takes note of params and deps after this
+
+
+def _check_current(folder: JobFolder) -> None:
+    if folder.inputs is not None:
+        kept = f"its result stays in {folder.path}"
+        folder.inputs.check(when="while it ran", remedy=f"{kept}; run `dvc repro` again")

@@ -1,0 +1,118 @@
+"""What there is to compute on, and which part of it a job gets.
+
+Nothing here can change what is computed, apart from rounding: a batch is cut into shards by the params, whatever number
+of devices shares them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from dataclasses import dataclass
+
+from swap_pipeline.errors import SwapError
+from swap_pipeline.launch.jobs import Machine
+from swap_pipeline.launch.slurm import cluster
+from swap_pipeline.runtime import environment
+
+
+def launcher_kind() -> str:
+    """`local`, `srun` or `sbatch`: SWAP_LAUNCHER, or what is at hand.
+
+    Inside a Slurm allocation its nodes, unless this machine is the only one; outside of one, the cluster if a
+    `cluster.yaml` describes it; else this machine.
+    """
+    if (wanted := environment.launcher()) is not None:
+        return wanted
+    if "SLURM_JOB_ID" in os.environ:
+        return "local" if cluster.num_allocated_nodes() == 1 and cluster.is_on_allocated_node() else "srun"
+    return "sbatch" if cluster.file().exists() else "local"
+
+
+def this_machine() -> Machine:
+    """What jobs can have: this machine, the nodes of the allocation, or those that cluster.yaml describes."""
+    kind = launcher_kind()
+    if kind == "srun":
+        return cluster.allocation()
+    if kind == "sbatch":
+        return cluster.read().machine
+    return local_machine()
+
+
+def local_machine() -> Machine:
+    cores, gpus = environment.num_cores(), _gpus()
+    device_type = environment.device_type(has_gpu=bool(gpus))
+    devices = gpus if device_type == "cuda" else tuple(str(core) for core in range(cores))
+    return Machine(device_type=device_type, devices=devices, cores=cores)
+
+
+def _gpus() -> tuple[str, ...]:
+    """GPUs that this process may use, asked of the driver; it heeds CUDA_VISIBLE_DEVICES, unlike nvidia-smi."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return tuple(named[: count.value]) if named else tuple(str(i) for i in range(count.value))
+
+
+_MAX_RANKS_A_CORE = 16
+"""more than one is of use in tests alone"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of a machine that a job gets."""
+
+    processes: int
+    nodes: int
+    """that the processes are spread over evenly"""
+    threads: int
+    """of each process"""
+    num_devices: int
+    """that no other job may use meanwhile"""
+
+
+def share_of_phase1(machine: Machine, *, shards: int, at_most: int | None = None) -> Share:
+    """Phases 1 and 3, and what looks at their models: as many devices as share phase 1's shards equally.
+
+    With one shard that is one device, and the others are left to other experiments. On a CPU, several processes have
+    all cores as their threads. `at_most` limits the processes (SWAP_NPROC).
+    """
+    on_gpus = machine.device_type == "cuda"
+    # Over several CPU nodes one process each is the default: its threads use the other cores.
+    limit = at_most or (machine.num_devices if on_gpus or machine.nodes == 1 else machine.nodes)
+    if on_gpus and limit > machine.num_devices:
+        raise SwapError(f"SWAP_NPROC is {limit}, but there are {machine.num_devices} GPUs: lower it")
+    if limit > _MAX_RANKS_A_CORE * machine.nodes * machine.cores:
+        raise SwapError(f"SWAP_NPROC is {limit}, but there are {machine.nodes * machine.cores} cores: lower it")
+    if on_gpus or shards == 1:
+        return _some_devices(machine, shards=shards, limit=limit)
+    processes = _largest_divisor(shards, limit)
+    nodes = _largest_divisor(processes, machine.nodes)
+    threads = max(1, machine.cores // (processes // nodes))
+    return Share(processes=processes, nodes=nodes, threads=threads, num_devices=nodes * len(machine.devices))
+
+
+def share_of_worker(machine: Machine, *, shards: int) -> Share:
+    """Phase 2: a worker with devices of its own."""
+    return _some_devices(machine, shards=shards, limit=machine.num_devices)
+
+
+def _some_devices(machine: Machine, *, shards: int, limit: int) -> Share:
+    """On a CPU a device is a core, and a process has one thread, always: the number of threads changes the bytes and
+    must not depend on how many jobs there are."""
+    per_node = len(machine.devices)
+    fitting = [n for n in range(1, min(shards, limit) + 1) if shards % n == 0 and n % math.ceil(n / per_node) == 0]
+    processes = max(fitting)
+    threads = 1 if machine.device_type == "cpu" else max(1, machine.cores // per_node)
+    nodes = math.ceil(processes / per_node)
+    return Share(processes=processes, nodes=nodes, threads=threads, num_devices=processes)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)

@@ -1,0 +1,145 @@
+"""Jobs on this machine: torchrun on its devices, which launchers share by locks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+
+from swap_pipeline.launch.display import STDOUT_FILE, Display
+from swap_pipeline.launch.jobs import (
+    STDERR_FILE,
+    Failure,
+    Job,
+    Machine,
+    claim,
+    describe,
+    did_not_answer,
+    for_one_node,
+    forget_last_attempt,
+    why_incomplete,
+)
+from swap_pipeline.launch.pulse import Pulse
+from swap_pipeline.runtime import environment
+from swap_pipeline.runtime.inputs import CODE_STAMP, code_stamp
+from swap_pipeline.runtime.job_folder import scratch_root
+from swap_pipeline.runtime.locks import Lock
+from swap_pipeline.runtime.progress import PROGRESS_FILE
+
+
+class Local:
+    """The launcher for this machine."""
+
+    shares_devices = True
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def start(self, jobs: Sequence[Job], *, room: int, display: Display) -> list[Running]:
+        started: list[Running] = []
+        for job in jobs:
+            if len(started) < room and (work := self._try_start(job, display)):
+                started.append(work)
+        return started
+
+    def _try_start(self, job: Job, display: Display) -> Running | None:
+        """The job at work, or None if it has to wait for its devices or for another launcher that is at it."""
+        locks: list[Lock] = []
+        devices: list[str] = []
+        for device in self._machine.devices:
+            lock = Lock(scratch_root() / "devices" / f"{job.device_type}_{device}.lock")
+            if len(devices) < job.num_devices and lock.try_acquire():
+                locks.append(lock)
+                devices.append(device)
+        if len(devices) == job.num_devices and (own := claim(job, display)):
+            command, variables = for_one_node(job, parent=os.getpid())
+            if job.device_type == "cuda":
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            forget_last_attempt(job)
+            describe(job)
+            variables[CODE_STAMP] = code_stamp(job.instance)
+            return LocalRun(job, command, variables, [own, *locks])
+        for lock in locks:
+            lock.release()
+        return None
+
+    def watch(self, display: Display) -> None:
+        """The processes are children of this one: nothing to look up."""
+
+    def interrupted(self, number: int, display: Display) -> str:
+        return "interrupted: `dvc repro` goes on from the last finished epoch"
+
+
+class Running:
+    """A job whose processes are children of this one, or of the `srun` that is."""
+
+    patience_seconds = 5
+
+    def __init__(self, job: Job, command: list[str], variables: dict[str, str], locks: list[Lock]) -> None:
+        self.job = job
+        self._locks = locks
+        folder = job.folder.path
+        with (folder / STDOUT_FILE).open("ab") as out, (folder / STDERR_FILE).open("ab") as err:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=variables,
+                start_new_session=True,  # signals reach it through the launcher, once
+                preexec_fn=self._die_with_launcher(),
+            )
+
+    def _die_with_launcher(self) -> Callable[[], object] | None:
+        """What the new process does before it becomes the command; the ranks see to it themselves."""
+        return None
+
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def failure(self) -> Failure | None:
+        return why_incomplete(self.job, self._process.returncode)
+
+    def ask_to_end(self) -> None:
+        if not self.is_over():
+            self._process.terminate()
+
+    def end(self) -> None:
+        try:
+            self._process.wait(timeout=self.patience_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.release()
+
+    def release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+
+
+class LocalRun(Running):
+    """On this machine, where a rank that is alone is watched: nobody else would notice that it hangs."""
+
+    _has_hung = False
+
+    def __init__(self, job: Job, command: list[str], variables: dict[str, str], locks: list[Lock]) -> None:
+        super().__init__(job, command, variables, locks)
+        signs = [job.folder.path / name for name in (PROGRESS_FILE, STDOUT_FILE, STDERR_FILE)]
+        limit = 60 * environment.timeout_minutes()
+        self._pulse = Pulse(self._process.pid, signs, limit_seconds=limit) if job.processes == 1 else None
+
+    def is_over(self) -> bool:
+        if super().is_over():
+            return True
+        if self._pulse is not None and self._pulse.is_lost():
+            self._has_hung = True
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        return self._has_hung
+
+    def failure(self) -> Failure | None:
+        failure = super().failure()
+        if failure is None or not self._has_hung:
+            return failure
+        return Failure(f"{self.job.name} {did_not_answer([0])}", may_pass=True)

@@ -1,0 +1,236 @@
+"""Jobs are started and waited for; phase 2's fan-out.
+
+Nothing here can change what is computed, so no stage lists this room in its `deps`. It does without torch, which
+takes seconds to import: the processes that it starts have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.config.instances import Instance
+from swap_pipeline.errors import SwapError
+from swap_pipeline.launch.collecting import collect, set_aside_damaged
+from swap_pipeline.launch.devices import Share, launcher_kind, local_machine, share_of_phase1, this_machine
+from swap_pipeline.launch.display import Display
+from swap_pipeline.launch.jobs import Job, Launcher, Work
+from swap_pipeline.launch.local import Local
+from swap_pipeline.launch.slurm import cluster
+from swap_pipeline.launch.slurm.sbatch import Sbatch
+from swap_pipeline.launch.slurm.srun import Srun
+from swap_pipeline.runtime import environment
+from swap_pipeline.runtime.inputs import declared_stage, unlisted_code
+from swap_pipeline.runtime.job_folder import JobFolder, job_folder
+from swap_pipeline.runtime.rank import is_rank, job_of_rank
+from swap_pipeline.runtime.stage_process import Interrupted, collects, is_orphan
+
+_OPEN_FILES = 256
+
+
+def launcher() -> Launcher:
+    kind = launcher_kind()
+    if kind == "srun":
+        return Srun(len(this_machine().devices))
+    return Sbatch(cluster.read()) if kind == "sbatch" else Local(local_machine())
+
+
+def job_with(instance: Instance, share: Share) -> Job:
+    """An instance as a job with that part of the machine."""
+    device_type = this_machine().device_type
+    return Job(
+        instance=instance,
+        device_type=device_type,
+        nodes=share.nodes,
+        processes=share.processes,
+        threads=share.threads,
+        num_devices=share.num_devices,
+        folder=job_folder(instance, device_type=device_type, processes=share.processes, threads=share.threads),
+    )
+
+
+def pending(instances: Sequence[Instance], *, asked: Instance) -> list[Instance]:
+    """Those that DVC would run too: not up to date, nor to be had from its cache, but with all they start from.
+
+    Only DVC itself knows, so it is asked. Without DVC, or with SWAP_FANOUT=0, there are none.
+    """
+    if "DVC_STAGE" not in os.environ or not environment.fan_out():
+        return []
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+    from dvc.stage.cache import RunCacheNotFoundError
+    from dvc_data.hashfile.hash_info import HashInfo
+
+    def load(instance: Instance) -> Any:
+        return repo.stage.load_one(path=instance.stage_file, name=instance.stage_name)
+
+    def would_run(instance: Instance) -> bool:
+        stage = load(instance)
+        if not (stage.changed_stage() or stage.changed_deps()):
+            # As in dvc.lock: DVC keeps the outs, or checks them out of its cache.
+            return bool(stage.changed_outs() and not stage.outs_cached())
+        stage.save_deps()
+        for out in stage.outs:
+            out.hash_info = HashInfo()  # what dvc.lock says of them belongs to the old deps
+        try:
+            repo.stage_cache.restore(stage, dry=True)
+        except RunCacheNotFoundError:
+            return True
+        return False
+
+    try:
+        with _quiet_dvc(), Repo() as repo, repo.lock:
+            return [instance for instance in instances if would_run(instance)]
+    except DvcException as error:
+        # For example because another dvc is at work in this checkout. To train alone is slower, but never wrong.
+        print(f"{asked.name} trains alone, since DVC cannot say which others are pending: {error}", flush=True)
+        return []
+
+
+@contextlib.contextmanager
+def _quiet_dvc() -> Iterator[None]:
+    import logging
+
+    logger = logging.getLogger("dvc")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def run_one(job: Job) -> JobFolder:
+    """Run a job that has the devices to itself; returns its folder, with the result in it."""
+    _say_unlisted(job)
+    set_aside_damaged(job.folder)
+    if job.folder.is_complete:
+        _say_taken(job)
+    if failures := run_jobs([job]):
+        raise SwapError(failures[job.name])
+    return job.folder
+
+
+def run_alone(instance: Instance, *, shards: int, be_a_rank: Callable[[JobFolder], None]) -> None:
+    """The whole of a stage with one job: this process is one of its ranks, or starts them; the result is collected."""
+    if is_rank():
+        folder = job_of_rank(instance)
+        be_a_rank(folder)
+    else:
+        share = share_of_phase1(this_machine(), shards=shards, at_most=environment.num_processes())
+        folder = run_one(job_with(instance, share))
+    if collects():
+        collect(folder, instance)
+
+
+def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[Instance], Job]) -> JobFolder:
+    """Run the job of an instance, and beside it, as devices allow, the pending ones of `others`; returns its folder.
+
+    A job that fails does not disturb the rest. What became of the others is told when their turn comes.
+    """
+    own = job(asked)
+    _say_unlisted(own)
+    set_aside_damaged(own.folder)
+    if own.folder.is_complete:
+        _say_taken(own)
+    else:
+        alone = launcher().shares_devices and own.num_devices == this_machine().num_devices
+        beside = [] if alone else pending(others, asked=asked)
+        failures = run_jobs([own, *(job(other) for other in beside)])
+        for name in sorted(failures.keys() - {own.name}):
+            print(f"{name} failed and will be tried again at its turn", file=sys.stderr, flush=True)
+        if own.name in failures:
+            raise SwapError(failures[own.name])
+    return own.folder
+
+
+def _say_unlisted(job: Job) -> None:
+    """Once, in the first of the stages, is enough."""
+    if job.instance.stage != "phase1":
+        return
+    from ruamel.yaml import YAML
+
+    params = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text(encoding="utf-8"))
+    deps, _ = declared_stage(job.instance)
+    for file in unlisted_code(deps, params["model"]["name"]):
+        print(
+            f"note: {file} makes the network, but DVC does not know: list it in {job.instance.stage_file} under the "
+            f"deps of every stage that trains or averages, so that `dvc repro` notices when you change it",
+            flush=True,
+        )
+
+
+def _say_taken(job: Job) -> None:
+    print(f"{job.name}: trained before, taken from {job.folder.path} (delete that folder to train again)", flush=True)
+
+
+def _allow_open_files() -> None:
+    """Ranks and their loaders inherit the limit; torchrun has no words for one that is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _OPEN_FILES:
+        if 0 <= hard < _OPEN_FILES:
+            raise SwapError(
+                f"only {hard} files may be open at once: raise the limit (`ulimit -n 1024`), then try again"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
+
+
+def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
+    """Run the jobs, as many side by side as there are devices for; returns what failed, by name of the job.
+
+    A job that another launcher is running already (a second experiment, or one whose `dvc` was killed) is waited for.
+    A launcher whose own `dvc` was killed lets its jobs end and starts no others.
+    """
+    _allow_open_files()
+    place = launcher()
+    at_once = environment.max_workers_at_once(default=len(jobs))
+    display = Display()
+    waiting = list(jobs)
+    running: list[Work] = []
+    failures: dict[str, str] = {}
+    retries = {job.name: environment.num_retries() for job in jobs}
+    with display.shown():
+        try:
+            while waiting or running:
+                waiting = [job for job in waiting if not job.folder.is_complete]
+                if is_orphan():
+                    waiting = []  # what is running may end, but nobody is there to want more
+                for work in place.start(waiting, room=at_once - len(running), display=display):
+                    waiting.remove(work.job)
+                    running.append(work)
+                    display.watch(work.job.name, work.job.folder.path)
+                if waiting and not running and place.shares_devices:
+                    display.say_once(f"{waiting[0].name}: waiting, its devices are in use by another process")
+                for work in [work for work in running if work.is_over()]:
+                    running.remove(work)
+                    work.release()
+                    failure = work.failure()
+                    if failure and failure.may_pass and retries[work.job.name]:
+                        retries[work.job.name] -= 1
+                        display.say(f"{failure.text}\n{work.job.name}: starting it once more")
+                        waiting.append(work.job)
+                    elif failure:
+                        failures[work.job.name] = failure.text
+                        if len(jobs) > 1:
+                            first = failure.text.splitlines()[0]
+                            display.say(first if first.startswith(work.job.name) else f"{work.job.name}: {first}")
+                place.watch(display)
+                display.refresh()
+                if waiting or running:
+                    time.sleep(0.1)
+        except Interrupted as interrupted:
+            display.say(place.interrupted(interrupted.number, display))
+            interrupted.is_told = True
+            raise
+        finally:
+            for work in running:
+                work.ask_to_end()
+            for work in running:
+                work.end()
+    return failures

@@ -1,0 +1,127 @@
+"""What a run was made from: its params and what they change of the recipe, the code, the installed versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.report.git import git
+
+PACKAGES = ("swap-pipeline", "torch", "torchvision", "numpy", "dvc", "matplotlib")
+_MISSING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """An entry that differs from the recipe's; None for what is not there."""
+
+    key: str
+    here: str | None
+    recipe: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The recipe that a params file names, and what it changes of it."""
+
+    recipe: str
+    problem: str | None
+    """why the two cannot be compared"""
+    changes: tuple[Change, ...]
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """A YAML file as it is, unchecked; empty if it is no tree."""
+    from ruamel.yaml import YAML
+
+    tree = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    return tree if isinstance(tree, dict) else {}
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested sections as dotted keys."""
+    entries: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            entries |= {f"{name}.{key}": inner for key, inner in flat(value).items()}
+        else:
+            entries[str(name)] = value
+    return entries
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in YAML, more or less."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "null" if value is None else str(value)
+
+
+def origin_of(tree: Mapping[str, Any], *, recipes: Path = Path("recipes")) -> Origin:
+    """Compare params with the recipe that they name."""
+    from ruamel.yaml.error import YAMLError
+
+    name = str(tree.get("recipe"))
+    path = next((path for path in sorted(recipes.glob("*.yaml")) if path.stem == name), None)
+    if path is None:
+        return Origin(recipe=name, problem=f"there is no {recipes}/{name}.yaml to compare with", changes=())
+    try:
+        original = read_tree(path)
+    except (YAMLError, UnicodeDecodeError, OSError):
+        return Origin(recipe=name, problem=f"{path} cannot be read", changes=())
+    return Origin(recipe=name, problem=None, changes=tuple(changes_of(tree, original)))
+
+
+def changes_of(tree: Mapping[str, Any], original: Mapping[str, Any]) -> list[Change]:
+    here, there = flat(tree), flat(original)
+    keys = [*here, *(key for key in there if key not in here)]
+
+    def text(entries: Mapping[str, Any], key: str) -> str | None:
+        return shown(entries[key]) if key in entries else None
+
+    return [
+        Change(key=key, here=text(here, key), recipe=text(there, key))
+        for key in keys
+        if here.get(key, _MISSING) != there.get(key, _MISSING)
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter, as installed; nothing is imported."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def code_version() -> dict[str, Any]:
+    """The commit, what differs from it, and DVC's experiment; None for what is not known."""
+    commit = git("rev-parse", "HEAD")
+    status = None if commit is None else git("--no-optional-locks", "status", "--porcelain", "-uno", "--", ".")
+    # The first two characters are a status; `git` strips a blank at the very beginning.
+    changed = None if status is None else [line.strip().partition(" ")[2].strip() for line in status.splitlines()]
+    return {
+        "commit": commit,
+        "changed": None if changed is None else [name for name in changed if not _is_written_by_dvc(name)],
+        "experiment": os.environ.get("DVC_EXP_NAME") or None,
+        "baseline": os.environ.get("DVC_EXP_BASELINE_REV") or None,
+    }
+
+
+def _is_written_by_dvc(name: str) -> bool:
+    """What a run writes and git keeps: it differs after every run."""
+    path = Path(name.strip('"'))
+    return path.name == "dvc.lock" or (path.suffix == ".json" and path.parent.name == "metrics")
+
+
+def environment() -> dict[str, Any]:
+    return {"platform": platform.platform(), "versions": versions(), "code": code_version()}

@@ -1,0 +1,131 @@
+"""Where and how a job runs: the project's folder, the cores, and the user's `SWAP_…` environment variables. Each is
+read here and nowhere else.
+
+None of them can change what is computed, apart from the number of processes, which decides how batch norm's statistics
+are shared, and from rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from swap_pipeline.errors import SwapError, shown
+
+JOB = "SWAP_JOB"
+"""the scratch folder of the job that a rank belongs to; set by the launcher, never by the user"""
+
+
+def project_folder() -> Path:
+    """The project's root, where scratch and what git ignores are; stages run there, or in a temporary copy of it.
+
+    DVC names it to its stages (DVC_ROOT), also to those of an experiment in a temporary folder. To those of the
+    analysis, a DVC project of its own, it names a folder inside the one where they run.
+    """
+    named = Path(os.environ.get("DVC_ROOT", ".")).resolve()
+    return Path() if Path.cwd() in (named, *named.parents) else named
+
+
+def wanted_device() -> str | None:
+    """SWAP_DEVICE: `cpu` or `cuda`; None: not said."""
+    wanted = os.environ.get("SWAP_DEVICE") or None
+    if wanted not in (None, "cpu", "cuda"):
+        raise SwapError(f"SWAP_DEVICE is {wanted!r}: choose cpu or cuda")
+    return wanted
+
+
+def device_type(*, has_gpu: bool) -> str:
+    """The device that is wanted; by default a GPU where there is one."""
+    wanted = wanted_device() or ("cuda" if has_gpu else "cpu")
+    if wanted == "cuda" and not has_gpu:
+        raise SwapError("SWAP_DEVICE is cuda, but no GPU can be seen: check `nvidia-smi`, or set SWAP_DEVICE=cpu")
+    return wanted
+
+
+def launcher() -> str | None:
+    """SWAP_LAUNCHER: `local`, `srun` or `sbatch`; None: not said."""
+    wanted = os.environ.get("SWAP_LAUNCHER") or None
+    if wanted not in (None, "local", "srun", "sbatch"):
+        raise SwapError(f"SWAP_LAUNCHER is {wanted!r}: choose local, srun or sbatch")
+    return wanted
+
+
+def num_cores() -> int:
+    """Cores that this process may use, also inside a container with a quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or `max`: no quota
+        return cores
+
+
+def num_processes() -> int | None:
+    """SWAP_NPROC: at most so many processes in phases 1 and 3; None: not said."""
+    return _count("SWAP_NPROC", 0) or None
+
+
+def max_workers_at_once(default: int) -> int:
+    """SWAP_SLOTS: workers of phase 2 that may run side by side."""
+    return _count("SWAP_SLOTS", default)
+
+
+def fan_out() -> bool:
+    """SWAP_FANOUT: whether a phase-2 instance also trains the other seeds that are pending."""
+    text = os.environ.get("SWAP_FANOUT") or "1"
+    if text not in ("0", "1"):
+        raise SwapError(f"SWAP_FANOUT is {text!r}: write 0 or 1")
+    return text == "1"
+
+
+def eval_batch_size() -> int:
+    """SWAP_EVAL_BATCH: images in one forward pass of an evaluation, on each device."""
+    return _count("SWAP_EVAL_BATCH", 500)
+
+
+def num_loaders(default: int) -> int:
+    """SWAP_LOADERS: processes that decode images for each rank, where images are read from their files."""
+    return _count("SWAP_LOADERS", default, maximum=1024)
+
+
+def timeout_minutes() -> float:
+    """SWAP_TIMEOUT_MINUTES: how long a rank waits for the others, and a launcher for Slurm's controller."""
+    text = os.environ.get("SWAP_TIMEOUT_MINUTES") or "30"
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < 1e6:
+        raise SwapError(f"SWAP_TIMEOUT_MINUTES is {text!r}: write a number of minutes above 0")
+    return minutes
+
+
+def num_retries() -> int:
+    """SWAP_RETRIES: how often a job that ended without an error of its own, killed for example, is started again."""
+    return _count("SWAP_RETRIES", 1, minimum=0, maximum=1000)
+
+
+def is_debugging() -> bool:
+    """SWAP_DEBUG: whether errors come with the place in the code where they arose."""
+    return os.environ.get("SWAP_DEBUG", "0") not in ("", "0")
+
+
+def _count(variable: str, default: int, *, minimum: int = 1, maximum: int = 100_000) -> int:
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    if not text.isdecimal() or len(text) > 9 or not minimum <= int(text) <= maximum:
+        raise SwapError(f"{variable} is {shown(text)}: write a whole number from {minimum} to {maximum:,}")
+    return int(text)
+
+
+def find_root(root: str) -> Path:
+    """The folder that `data.root` names; an experiment in a temporary folder finds its parent project's.
+
+    The default, `data/raw`, is there too, but what git ignores is not in it: what counts is where images are.
+    """
+    places = [Path(root), project_folder() / root]
+    with_images = (path for path in places if (path / "train").is_dir())
+    existing = (path for path in places if path.exists())
+    return next(with_images, None) or next(existing, None) or places[0]

@@ -1,0 +1,255 @@
+"""What a stage's result is made from: whether it is the same as before, and a name for it.
+
+DVC takes note of params and deps when a stage has ended. If they changed while it ran, DVC would take the result for
+one of the new ones: so they are compared with what they were at the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.config.instances import Instance
+from swap_pipeline.errors import SwapError
+from swap_pipeline.runtime.user_code import source_file
+
+CODE_STAMP = "SWAP_CODE_STAMP"
+"""the launcher's `code_stamp` when it started this rank"""
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(text: str) -> Any:
+    """YAML takes tenths of a second, and `swap clean` asks for dozens of instances of a few files."""
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def declared_stage(instance: Instance) -> tuple[list[str], dict[str, list[str]]]:
+    """What the instance's `dvc.yaml` lists for it: deps, and params by file (`` is the whole file); paths from here."""
+    file = Path(instance.stage_file)
+    declared = _parsed(file.read_text(encoding="utf-8"))["stages"][instance.stage]
+
+    def value_of(match: re.Match[str]) -> str:
+        section, _, key = match[1].partition(".")
+        return str(instance.item[key] if section == "item" else _lookup(_values("params.yaml"), match[1]))
+
+    def from_here(path: str) -> str:
+        return os.path.normpath(file.parent / re.sub(r"\$\{([\w.]+)\}", value_of, path))
+
+    params: dict[str, list[str]] = {}
+    for entry in declared["params"]:
+        for name, keys in entry.items() if isinstance(entry, dict) else [("params.yaml", [entry])]:
+            params.setdefault(from_here(name), []).extend(keys or [""])
+    return [from_here(path) for path in declared["deps"]], params
+
+
+def _values(params: str) -> Any:
+    return _parsed(Path(params).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the result of an instance is made from, as it was at some time: all that `dvc.yaml` lists for it."""
+
+    instance: Instance
+    deps: Mapping[str, Any]
+    """a hash of each file, by path"""
+    params: Mapping[str, Any]
+    """by file and key"""
+    hash_path: Callable[[Path], Any] = field(compare=False)
+
+    @classmethod
+    def now(cls, instance: Instance, hash_path: Callable[[Path], Any] | None = None) -> Inputs:
+        hash_path = hash_path or hash_of
+        deps, keys = declared_stage(instance)
+        paths = (*deps, *unlisted_code(deps, _values("params.yaml")["model"]["name"]))
+        return cls(
+            instance=instance,
+            deps={path: hash_path(Path(path)) for path in paths},
+            params={file: {key: _lookup(_values(file), key) for key in of_file} for file, of_file in keys.items()},
+            hash_path=hash_path,
+        )
+
+    def fingerprint(self, facts: Mapping[str, Any]) -> str:
+        """A hash of all this, of the matrix item, of torch's version and of further `facts`."""
+        content = {
+            "stage": self.instance.stage,
+            "item": self.instance.item,
+            "deps": self.deps,
+            "params": self.params,
+            "facts": {**facts, "torch": _torch_version()},
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
+
+    def change(self) -> str:
+        """What is no longer as it was, for people; empty if all is. Only files that were written to are read again."""
+        now = _inputs_if_any(self.instance, self.hash_path)
+        if now is None:
+            return "params.yaml, dvc.yaml or a dependency"
+        if self.params != now.params:
+            file, *key = _first_difference(self.params, now.params)
+            return f"{file}: {'.'.join(filter(None, key))}"
+        return "/".join(_first_difference(self.deps, now.deps))
+
+    def check(self, *, when: str, remedy: str) -> None:
+        """Refuse to go on with what has changed."""
+        if what := self.change():
+            raise SwapError(f"{self.instance.name}: {what} changed {when}: {remedy}")
+
+    def check_code_was_not_written_to(self, stamp: str | None) -> None:
+        """Since a launcher on this machine took the stamp: a rank may have read what was there for a moment only."""
+        if stamp is not None and stamp != code_stamp(self.instance):
+            raise SwapError(
+                f"{self.instance.name}: code or params were written to while it started: run `dvc repro` again"
+            )
+
+
+def code_stamp(instance: Instance) -> str:
+    """Of all code and params that a rank of the instance reads: another one after any of them was written to."""
+    deps, params = declared_stage(instance)
+    code = [dep for dep in deps if {"stages", "swap_pipeline"} & set(Path(dep).parts)]
+    files = [*code, *params, *unlisted_code(deps, _values("params.yaml")["model"]["name"])]
+    return hashlib.sha256(json.dumps({file: stamp_of(Path(file)) for file in files}).encode()).hexdigest()
+
+
+def check_trained_alike(instances: Sequence[Instance]) -> None:
+    """That what DVC recorded for these instances was made with one set of params and code, that of now.
+
+    DVC runs one after another. An edit between two of them would go unnoticed: each is right for itself.
+    """
+    lock = Path("dvc.lock")
+    if not lock.exists():
+        return
+    entries = _values(str(lock)).get("stages", {})
+    recorded = {instance: entries[instance.stage_name] for instance in instances if instance.stage_name in entries}
+    for instance, entry in recorded.items():
+        _, declared = declared_stage(instance)
+        for file, keys in declared.items():
+            for key in keys:
+                now = _lookup(_values(file), key)
+                if (then := entry.get("params", {}).get(file, {}).get(key)) != now:
+                    where = ".".join([key, *_first_difference(then, now)])
+                    raise SwapError(f"{instance.name} was trained with another {where}: run `dvc repro` again")
+    made_from = {
+        instance: {dep["path"]: dep.get("md5") for dep in entry["deps"]} for instance, entry in recorded.items()
+    }
+    for instance, deps in made_from.items():
+        if path := "/".join(_first_difference(next(iter(made_from.values())), deps)):
+            raise SwapError(f"{instance.name} was trained with another {path}: run `dvc repro` again")
+
+
+def _inputs_if_any(instance: Instance, hash_path: Callable[[Path], Any]) -> Inputs | None:
+    """None where a file is missing, or cannot be understood: half written, perhaps."""
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return Inputs.now(instance, hash_path)
+    except (OSError, LookupError, TypeError, ValueError, YAMLError):
+        return None
+
+
+@functools.cache
+def _torch_version() -> str:
+    return importlib.metadata.version("torch")
+
+
+def _first_difference(old: Any, new: Any) -> list[str]:
+    """The keys that lead to it."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
+                return [str(key), *_first_difference(old.get(key), new.get(key))]
+    return []
+
+
+def fingerprint(instance: Instance, *, facts: Mapping[str, Any]) -> str:
+    """The name of the instance's folder under these facts."""
+    return Inputs.now(instance).fingerprint(facts)
+
+
+def fingerprints(instance: Instance, choices: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The fingerprint under each of several sets of facts; what the instance depends on is read only once."""
+    return map(Inputs.now(instance).fingerprint, choices)
+
+
+@contextlib.contextmanager
+def inputs_stay(stage: str) -> Iterator[None]:
+    """For a stage without scratch: at its end, what it is made from must be as it was at its start.
+
+    DVC takes note of params and deps after the stage. Large data is not read for this: size and time tell enough.
+    """
+    inputs = _inputs_if_any(Instance(stage=stage), stamp_of)
+    yield
+    if inputs is not None:  # else the stage itself has said what is wrong
+        inputs.check(when="while it ran", remedy="run `dvc repro` again")
+
+
+def unlisted_code(deps: Collection[str], network: str) -> list[str]:
+    """The file of a user's own network, if a stage's deps in `dvc.yaml` leave it out.
+
+    DVC then does not notice an edit, but scratch must: what was trained with other code is another job's.
+    """
+    file = source_file(network)
+    covered = file is None or any(file == Path(dep) or Path(dep) in file.parents for dep in deps)
+    return [] if covered or file is None else [str(file)]
+
+
+def _lookup(tree: Any, dotted: str) -> Any:
+    for part in dotted.split(".") if dotted else ():
+        tree = tree[part]
+    return tree
+
+
+def hash_of(path: Path) -> Any:
+    """A hash of a file, or of each file in a folder by name; a file that was not written to since is not read again."""
+    if path.is_dir():
+        return {entry.name: hash_of(entry) for entry in sorted(path.iterdir()) if not _is_bytecode(entry.name)}
+    try:
+        status = path.stat()
+        return _hash_once(path.absolute(), (*_stamp(status), status.st_ctime_ns))
+    except FileNotFoundError:
+        raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
+
+
+def _is_bytecode(name: str) -> bool:
+    """What Python writes beside code that it imports, also while a stage runs; `.dvcignore` hides it from DVC."""
+    return name == "__pycache__" or name.endswith(".pyc")
+
+
+def stamp_of(path: Path) -> Any:
+    """What tells, without reading, that a file or one in a folder was written to or replaced; None if it is missing."""
+    try:
+        return _stamp_of_folder(str(path)) if path.is_dir() else _stamp(path.stat())
+    except FileNotFoundError:
+        return None
+
+
+def _stamp_of_folder(folder: str) -> str:
+    """One for all files in it, of which there may be millions."""
+    digest = hashlib.sha256()
+    with os.scandir(folder) as entries:
+        for entry in sorted((each for each in entries if not _is_bytecode(each.name)), key=lambda entry: entry.name):
+            is_folder = entry.is_dir(follow_symlinks=False)
+            stamp = _stamp_of_folder(entry.path) if is_folder else _stamp(entry.stat(follow_symlinks=False))
+            digest.update(f"{entry.name!r} {stamp}".encode())
+    return digest.hexdigest()
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@functools.cache
+def _hash_once(path: Path, stamp: tuple[int, ...]) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

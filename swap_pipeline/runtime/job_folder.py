@@ -1,0 +1,167 @@
+"""Scratch: where a job trains, resumes, and leaves its result until it is collected.
+
+DVC deletes a stage's outs before the stage runs, so what must survive a kill lives here, outside of them, in
+`.swap/<stage>/<fingerprint>/`. The fingerprint covers all that can change the bytes of the result: a job that is
+started again finds its own snapshots, and a job with any other setting gets another folder. A result is given out only
+if it is as it was written, and only while what it was made from is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from swap_pipeline.config.instances import Instance
+from swap_pipeline.errors import DamagedFileError, SwapError
+from swap_pipeline.runtime.environment import project_folder
+from swap_pipeline.runtime.inputs import CODE_STAMP, Inputs
+from swap_pipeline.runtime.locks import Lock
+from swap_pipeline.storage.files import copy_file, read_json, write_json
+
+RESULT = "result"
+RECORD = "record.json"
+_DIGESTS = "digests.json"
+LAUNCHER_LOCK, WRITER_LOCK = "launcher.lock", "writer.lock"
+
+
+def scratch_root() -> Path:
+    """`.swap` of the project; experiments in temporary folders and the analysis share it."""
+    return project_folder() / ".swap"
+
+
+def job_folder(instance: Instance, *, device_type: str, processes: int, threads: int) -> JobFolder:
+    """Where this job works: named after everything that can change its result."""
+    facts = facts_of(device_type=device_type, processes=processes, threads=threads)
+    inputs = Inputs.now(instance)
+    return JobFolder(scratch_root() / instance.stage / inputs.fingerprint(facts), inputs)
+
+
+def facts_of(*, device_type: str, processes: int, threads: int) -> dict[str, Any]:
+    """What of the machine can change bytes: on a CPU also the threads, since they change the order of sums."""
+    facts: dict[str, Any] = {"device": device_type, "processes": processes}
+    return facts | {"threads": threads} if device_type == "cpu" else facts
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """The scratch folder of one job."""
+
+    path: Path
+    inputs: Inputs | None = field(default=None, compare=False, repr=False)
+    """what it was named after, where that is known"""
+
+    @property
+    def result(self) -> Path:
+        """Exists once the job is complete, and then holds all that it made, and a digest of each file."""
+        return self.path / RESULT
+
+    @property
+    def is_complete(self) -> bool:
+        return self.result.is_dir()
+
+    @property
+    def kept(self) -> Path:
+        """Files that are made on the way and belong to the result: they outlive a kill."""
+        return self.path / "kept"
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a job that is started again has something to go on from: snapshots, or what is done piece by piece;
+        in SWA also a training that is complete."""
+        patterns = ("snapshot_*", "kept/*", f"*/{RESULT}", "*/snapshot_*", "*/kept/*")
+        return any(True for pattern in patterns for _ in self.path.glob(pattern))
+
+    @contextlib.contextmanager
+    def complete(self, *, kept: Iterable[str] = ()) -> Iterator[Path]:
+        """A folder to fill; when the block ends without an error it becomes the result, in one step.
+
+        The files of these names that were kept on the way are in it; all of them have to be there.
+        """
+        partial = self.path / f"{RESULT}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name in kept:
+            _link(self.kept / name, partial / name)
+        yield partial
+        write_json(partial / _DIGESTS, {path.name: _digest(path) for path in partial.iterdir()})
+        partial.rename(self.result)
+        shutil.rmtree(self.kept, ignore_errors=True)
+
+    def digests(self) -> dict[str, str]:
+        """Of all files of the result, as the job wrote them, by name."""
+        digests = read_json(self.result / _DIGESTS)
+        if not isinstance(digests, dict) or RECORD not in digests:
+            raise DamagedFileError(self.result / _DIGESTS, "it has another form")
+        return digests
+
+    def damage(self) -> str:
+        """Why the result is not as the job wrote it; empty if it is."""
+        path = self.result / _DIGESTS
+        try:
+            for name, digest in self.digests().items():
+                path = self.result / name
+                if _digest(path) != digest:
+                    return f"{name} does not match its digest"
+        except FileNotFoundError:
+            return f"{path.name} is missing"
+        except OSError as error:  # it may be whole: it is for people to fix the disk
+            raise SwapError(
+                f"{path} cannot be read ({error.strerror}): check the disk, then `dvc repro` again"
+            ) from None
+        except SwapError:
+            return f"{path.name} is missing or cannot be read"
+        return ""
+
+    def check_inputs(self) -> None:
+        """For a rank that has read params, code and data: they must be those that its folder was named after."""
+        if self.inputs is not None:
+            self.inputs.check(when="while it started", remedy="run `dvc repro` again")
+            self.inputs.check_code_was_not_written_to(os.environ.get(CODE_STAMP))
+
+    @contextlib.contextmanager
+    def writer(self, *, is_main: bool) -> Iterator[None]:
+        """Held by a job's main rank while it writes here; sweeps what killed writers left behind."""
+        if not is_main:
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = Lock(self.path / WRITER_LOCK)
+        deadline = time.monotonic() + 60
+        while not lock.try_acquire():
+            # An orphan of a killed launcher is about to end; anything that stays longer is not ours to end.
+            if time.monotonic() > deadline:
+                raise SwapError(f"process {lock.holder()} is still writing in {self.path}: end it, then start again")
+            time.sleep(0.1)
+        try:
+            for leftover in self.path.glob(".*.tmp"):
+                leftover.unlink(missing_ok=True)
+            yield
+        finally:
+            lock.release()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # not on all file systems
+        copy_file(source, target)
+
+
+def _digest(path: Path) -> str:
+    """Of a whole file: finds damage, at the speed of memory."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()

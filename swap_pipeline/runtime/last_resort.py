@@ -1,0 +1,71 @@
+"""Errors that no code foresaw, as one line that says what was being done; SWAP_DEBUG=1 shows the traceback too."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from swap_pipeline.errors import printable
+from swap_pipeline.runtime.environment import is_debugging
+
+HANDLED = (OSError, MemoryError, ValueError, ImportError)
+"""What the machine and its files can cause; any other exception is a bug and keeps its traceback."""
+_HINT = "SWAP_DEBUG=1 shows where"
+_AGAIN = "then run `dvc repro` again; it resumes"
+
+
+def remedy_of(error: BaseException) -> str:
+    """What to do about an error of the file system that will not pass by itself; empty for any other."""
+    if "Too many open files" in str(error):
+        return f"{error}: raise the limit (`ulimit -n 1024`), {_AGAIN}"
+    if not isinstance(error, OSError):
+        return ""
+    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "what was being written"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{where}: no space is left on the disk: make room, {_AGAIN}"
+    if error.errno == errno.EFBIG:
+        return f"{where}: a file grew beyond what is allowed here: raise the limit (`ulimit -f`), {_AGAIN}"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{where} cannot be used ({error.strerror}): give this user the right to read and write it, {_AGAIN}"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR) and (obstacle := _obstacle(Path(where))):
+        return f"{obstacle} is in the way, since a folder belongs there: move it elsewhere, {_AGAIN}"
+    return ""
+
+
+def _obstacle(path: Path) -> Path | None:
+    """The file or broken link in the place of a folder that leads to `path`."""
+    ways = [path, *path.parents]
+    return next((way for way in reversed(ways) if os.path.lexists(way) and not way.is_dir()), None)
+
+
+def line_of(error: BaseException, *, doing: str) -> str:
+    """What is known of an error, in one line."""
+    if remedy := remedy_of(error):
+        return f"{doing}: {' '.join(remedy.split())}"
+    what = " ".join(str(error).split())[:500]
+    if isinstance(error, MemoryError):
+        return f"{doing}: there is not enough memory{f' ({what})' if what else ''} ({_HINT})"
+    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
+        return f"{doing}: {what}: check disk and network, {_AGAIN} ({_HINT})"
+    return f"{doing}: {type(error).__name__}: {what} ({_HINT})"
+
+
+def report(error: BaseException, *, doing: str) -> None:
+    """Print the line, and where it arose if that is asked for."""
+    if is_debugging():
+        traceback.print_exception(error)
+    print(f"error: {printable(line_of(error, doing=doing))}", file=sys.stderr, flush=True)
+
+
+def open_closed_streams() -> None:
+    """Where a standard stream was closed, give its number to nobody else: what is printed would end up in a file."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115

@@ -1,0 +1,94 @@
+"""Locks on files, which the kernel releases with the process that holds them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from swap_pipeline.errors import SwapError
+
+
+class Lock:
+    """An exclusive lock on a file, released by the kernel when the process ends, however it ends.
+
+    The file is opened only if it is a plain one with this one name: what a link leads to is somebody else's.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+
+    def try_acquire(self) -> bool:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle = self._open(os.O_RDWR | os.O_CREAT)
+        try:
+            if not self._try_flock(handle, fcntl.LOCK_EX) or not self._is_of(handle):
+                return False  # not ours, or the folder was removed between the two calls: `swap clean`
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+            self._handle, handle = handle, -1
+            return True
+        finally:
+            if handle >= 0:
+                os.close(handle)
+
+    def is_held(self) -> bool:
+        """Whether some process has it; nothing is made or changed by asking."""
+        try:
+            handle = self._open(os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            return not self._try_flock(handle, fcntl.LOCK_SH)
+        finally:
+            os.close(handle)
+
+    def _open(self, flags: int) -> int:
+        try:
+            handle = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise self._not_plain() from None
+            raise
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            os.close(handle)
+            raise self._not_plain()
+        return handle
+
+    def _not_plain(self) -> SwapError:
+        return SwapError(f"{self.path} is a link or no plain file, so it is not used as a lock: delete it")
+
+    def _try_flock(self, handle: int, kind: int) -> bool:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise SwapError(
+                f"{self.path.parent} is on a file system without file locks ({error.strerror}): move the project"
+            ) from None
+        return True
+
+    def _is_of(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), self.path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        if self._handle is not None:
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # closing is not enough where a child process has it too
+            os.close(self._handle)
+            self._handle = None
+
+    def holder(self) -> str:
+        """The process id of the one who has it, as far as is known."""
+        try:
+            text = self.path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return "?"
+        return text if text.isdecimal() else "?"

@@ -1,0 +1,142 @@
+"""A stage's process, launcher or rank: signals, who collects the result, and how errors reach people."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.errors import NEW_LINES, DamagedFileError, SwapError, printable
+from swap_pipeline.runtime.dvc_cache import distrust
+from swap_pipeline.runtime.environment import JOB, is_debugging, timeout_minutes
+from swap_pipeline.runtime.last_resort import HANDLED, line_of, open_closed_streams, remedy_of, report
+from swap_pipeline.runtime.rank import (
+    LOST,
+    STOPPED,
+    UNEXPECTED,
+    check_variables,
+    die_with_parent,
+    is_rank,
+    leave_for_launcher,
+    quick_imports,
+)
+from swap_pipeline.runtime.stop_request import Stopped
+
+_STARTED_BY = os.getppid()
+
+
+class Interrupted(BaseException):
+    """The launcher was asked to end by a signal; not an error, so nothing that handles errors sees it."""
+
+    is_told = False
+    """whether the user knows what becomes of the jobs that were at work"""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the launcher's children first, then itself. `nohup` stays in force."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted(number)
+
+    signals = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    old = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def is_orphan() -> bool:
+    """Whether the process that started this one, `dvc` as a rule, was killed."""
+    return os.getppid() != _STARTED_BY
+
+
+def collects() -> bool:
+    """Whether this process puts the result in its place: the launcher, or the main rank of torchrun by hand.
+
+    A launcher whose `dvc` was killed leaves the result in scratch: by now, another `dvc` may have other plans.
+    """
+    if is_rank():
+        return JOB not in os.environ and os.environ["RANK"] == "0"
+    if is_orphan():
+        print(f"{sys.argv[0]}: whoever started this is gone; `dvc repro` will find the result in scratch")
+        return False
+    return True
+
+
+def run_stage(main: Callable[[], Any]) -> None:
+    """Call a stage's click command; what the user can mend ends in one line and exit code 1."""
+    open_closed_streams()
+    if is_rank():
+        die_with_parent()
+    try:
+        if is_rank():
+            check_variables()
+            with quick_imports():
+                import torch  # noqa: F401
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import record
+
+            main = record(main)  # torchrun then shows the traceback of the rank that failed first
+        with contextlib.nullcontext() if is_rank() else signals_as_exceptions():
+            main()
+    except SwapError as error:
+        if isinstance(error, DamagedFileError):
+            distrust(error.path)
+        _fail(str(error))
+    except Interrupted as interrupted:
+        if not interrupted.is_told:
+            print("interrupted: `dvc repro` goes on from here", flush=True)
+        sys.exit(128 + interrupted.number)
+    except Stopped:
+        leave_for_launcher("asked to end, state kept", kind=STOPPED)  # exit code 0: torchrun takes others for failures
+    except Exception as error:
+        if is_rank():
+            _tell_launcher(error)
+        elif isinstance(error, HANDLED):
+            report(error, doing=Path(sys.argv[0]).stem)
+            sys.exit(1)
+        raise
+
+
+def _fail(message: str) -> None:
+    leave_for_launcher(message)
+    print(f"error: {printable(message, keep=NEW_LINES)}", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+
+def _tell_launcher(error: Exception) -> None:
+    """What a rank has to say of an error that is no `SwapError`; its traceback is in its log."""
+    if message := remedy_of(error):
+        _fail(message)
+    if message := _of_other_ranks(error):
+        leave_for_launcher(message, kind=LOST)
+        time.sleep(2)  # so that every other rank that waits has the time to say so too
+        return
+    who = f"{UNEXPECTED} error in rank {os.environ['RANK']}"
+    if isinstance(error, HANDLED) and not is_debugging():
+        leave_for_launcher(line_of(error, doing=who))
+    else:
+        leave_for_launcher(f"{who}\n{traceback.format_exc()}")
+
+
+def _of_other_ranks(error: Exception) -> str:
+    """What to tell of an error that only says that another rank is gone; empty for any other."""
+    text = str(error)
+    if "Timed out waiting" in text or "wait timeout after" in text:
+        return f"waited {timeout_minutes():g} minutes for another rank"
+    if any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")):
+        return "another rank is gone"
+    return ""

@@ -1,0 +1,141 @@
+"""A user's own network, `package.module:function`: where its code stands, and the function itself.
+
+Does without torch, so that the launcher can ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import importlib.machinery
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from swap_pipeline.errors import SwapError
+
+
+def is_own(name: str) -> bool:
+    """Whether `model.name` means a function outside of this package, torchvision and timm."""
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and prefix not in ("torchvision", "timm")
+
+
+def source_file(name: str) -> Path | None:
+    """The file that defines an own network, relative to the project's root where it is in there.
+
+    None for all other networks. Imports nothing, not even the packages around the module.
+    """
+    if not is_own(name):
+        return None
+    with said_of("params.yaml"):
+        module, _ = _split(name)
+        spec = _find(module)
+        if spec is None:
+            raise SwapError(_no_module(name, module))
+    if not spec.has_location or spec.origin is None:
+        return None
+    path, root = Path(spec.origin).resolve(), Path.cwd().resolve()
+    return path.relative_to(root) if path.is_relative_to(root) else path
+
+
+@contextlib.contextmanager
+def said_of(file: str | Path) -> Iterator[None]:
+    """Put the name of the file in which an entry stands before what is wrong with it."""
+    try:
+        yield
+    except SwapError as error:
+        raise SwapError(f"{file}: {error}") from error.__cause__
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """The function that makes the network; whatever can be wrong with it is told in one line."""
+    module_name, function_name = _split(name)
+    if _find(module_name) is None:
+        raise SwapError(_no_module(name, module_name))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise SwapError(f"model.name is {name!r}: {module_name} cannot be imported: {cause(error)}") from error
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
+    if function is None:
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        hint = did_you_mean(function_name, {each: f"{module_name}:{each}" for each in functions})
+        if not hint and functions:
+            hint = f" (it has {', '.join(functions[:10])})"
+        raise SwapError(f"model.name is {name!r}: {module_name} has no {function_name}{hint}")
+    if not callable(function):
+        raise SwapError(
+            f"model.name is {name!r}: {function_name} is no function but {type(function).__name__}: "
+            f"name the function that makes the network"
+        )
+    return function
+
+
+def in_words(error: BaseException) -> str:
+    """An error of somebody else's code in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
+
+
+def cause(error: BaseException) -> str:
+    """An error of the user's code in one line, with the last place of theirs that it went through."""
+    here, files = str(Path(__file__).parents[1]), traceback.extract_tb(error.__traceback__)
+    theirs = [each for each in files if Path(each.filename).is_file() and not each.filename.startswith(here)]
+    places = [each for each in theirs if "site-packages" not in each.filename] or theirs
+    if isinstance(error, SyntaxError) or not places:
+        return in_words(error)  # a SyntaxError names its place
+    return f"{in_words(error)} ({Path(places[-1].filename).name}, line {places[-1].lineno})"
+
+
+def did_you_mean(name: str, known: Mapping[str, str]) -> str:
+    """How to go on after a misspelt name: what the closest of the known ones stand for, or nothing."""
+    by_lower = {each.lower(): meaning for each, meaning in known.items()}
+    closest = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
+    return f": did you mean {' or '.join(closest)}?" if closest else ""
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, _, function = name.partition(":")
+    if "/" in module or module.endswith(".py"):
+        dotted = module.removesuffix(".py").strip("./").replace("/", ".")
+        raise SwapError(f"model.name is {name!r}: write it as Python imports it, {dotted}:{function or 'function'}")
+    if not all(part.isidentifier() for part in [*module.split("."), function]):
+        raise SwapError(f"model.name is {name!r}: your own network is written package.module:function")
+    return module, function
+
+
+def _find(module: str) -> importlib.machinery.ModuleSpec | None:
+    """Like importlib.util.find_spec, which however imports the packages on the way."""
+    root = str(Path.cwd())
+    if not {"", root} & set(sys.path):  # `python -m` puts it there, the `swap` command does not
+        sys.path.insert(0, root)
+    importlib.invalidate_caches()
+    spec = None
+    path = None
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        if count > 1 and path is None:
+            return None  # a plain module has no modules in it
+        specs = (finder.find_spec(".".join(parts[:count]), path) for finder in sys.meta_path)
+        spec = next((found for found in specs if found is not None), None)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return spec
+
+
+def _no_module(name: str, module: str) -> str:
+    parent, _, last = module.rpartition(".")
+    around = _find(parent) if parent else None
+    if parent and around is None:
+        return _no_module(name, parent)
+    folders = [str(Path.cwd())] if around is None else list(around.submodule_search_locations or [])
+    known = {each.name: module.removesuffix(last) + each.name for each in pkgutil.iter_modules(folders)}
+    if not parent:
+        known |= {"torchvision": "torchvision", "timm": "timm"}
+    hint = did_you_mean(last, known)
+    return f"model.name is {name!r}: there is no module {module}, neither in {Path.cwd()} nor installed{hint}"

@@ -1,0 +1,101 @@
+"""Files that are whole or absent, and JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from swap_pipeline.errors import DamagedFileError, SwapError
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """A file that appears under `path` whole, or not at all; `durable` also outlives a power cut, for an fsync."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w+b") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+        if durable:
+            _sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file to read from. What may never end, or never begin, is an `OSError`: pipes, devices, sockets."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer does not wait
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_plain(path: Path, *, max_bytes: int = 1 << 31) -> bytes:
+    """All bytes of a plain file; more of them than `max_bytes` are an `OSError` too."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
+        return file.read()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write sorted, indented JSON atomically."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text atomically."""
+    with atomic_write(path) as file:
+        file.write(text.encode())
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; a missing or damaged file is a `SwapError` that names it."""
+    try:
+        return json.loads(read_plain(path))
+    except FileNotFoundError:
+        raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
+    except OSError as error:
+        raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
+        raise DamagedFileError(path, str(error)) from None
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A copy, whole or absent; on file systems that can (XFS, btrfs) both share their blocks until one is changed.
+
+    Not forced to disk: the source is, and a copy that a power cut tears fails its digests.
+    """
+    with source.open("rb", buffering=0) as given, atomic_write(target, durable=False) as taken:
+        left = os.fstat(given.fileno()).st_size
+        with contextlib.suppress(AttributeError, OSError):  # not everywhere, nor between all file systems
+            while left and (count := os.copy_file_range(given.fileno(), taken.fileno(), left)):
+                left -= count
+        if left:
+            given.seek(-left, os.SEEK_END)
+            taken.seek(0, os.SEEK_END)
+            shutil.copyfileobj(given, taken, 1 << 22)  # which also finds out if the disk is full

@@ -1,0 +1,77 @@
+"""One image file, decoded: in the same way when it is prepared, trained on and predicted.
+
+Without torch, so that the processes that only decode start quickly.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from swap_pipeline.errors import SwapError
+from swap_pipeline.storage.files import open_plain, read_plain
+
+# Whatever a file is called, nothing else is tried on it: for EPS, say, Pillow would start another program.
+FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_GREY = ("1", "L", "LA", "I")  # and all that begin with I;16
+
+
+def decode(path: Path, channels: int) -> Image.Image:
+    """An image as 8-bit grey (1 channel) or RGB (3), fully loaded; a `SwapError` names the file and what ails it.
+
+    16 bits are scaled to 8, transparency is dropped, of several frames the first is taken. EXIF's orientation is
+    ignored, as by torchvision's loaders: pixels stay as Pillow opens them (which turns TIFFs, and nothing else).
+    """
+    _, image = read_image(path, channels)
+    return image
+
+
+def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
+    """The bytes of a file and the image in them; without `channels`, grey files stay grey and all others are RGB."""
+    try:
+        data = read_plain(path)
+    except FileNotFoundError:
+        raise SwapError(f"{path} not found") from None
+    except OSError as error:
+        raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
+    if not data:
+        raise SwapError(f"{path} cannot be read as an image: the file is empty")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            return data, _converted(image, channels)
+    except UnidentifiedImageError:
+        raise SwapError(f"{path} cannot be read as an image: its format is none of {', '.join(FORMATS)}") from None
+    except Exception as error:  # Pillow's readers raise nearly anything on a damaged file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise SwapError(f"{path} cannot be read as an image: {reason}") from None
+
+
+def shape_of(path: Path) -> tuple[int, int, int]:
+    """Channels, height and width of an image, from its header alone where that will do."""
+    try:
+        with open_plain(path) as file, Image.open(file, formats=FORMATS) as image:
+            return 1 if _is_grey(image) else 3, image.height, image.width
+    except Exception:  # as above; reading all of it says what is wrong
+        _, whole = read_image(path, None)
+        return len(whole.getbands()), whole.height, whole.width
+
+
+def _is_grey(image: Image.Image) -> bool:
+    return image.mode in _GREY or image.mode.startswith("I;16")
+
+
+def _converted(image: Image.Image, channels: int | None) -> Image.Image:
+    if channels is None:
+        channels = 1 if _is_grey(image) else 3
+    mode = "L" if channels == 1 else "RGB"
+    image.load()
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        # 16 bits, which Pillow would clip to 8 instead of scaling them
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert(mode)
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits")
+    image.info.pop("transparency", None)  # Pillow would only warn that it is lost
+    return image.convert(mode)

@@ -1,0 +1,42 @@
+"""A network's weights from a file of ours; one of another architecture is refused by the name of a tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from swap_pipeline.errors import SwapError, shown
+from swap_pipeline.storage.tensor_files import TensorFile
+
+
+def load_weights(network: torch.nn.Module, path: Path) -> None:
+    """Fill `network` from a checkpoint; one made for another architecture is refused by tensor name."""
+    check_fits(network, path)
+    file = TensorFile(path)
+    network.load_state_dict({key: file.read(key) for key in file.layout})
+
+
+def check_fits(network: torch.nn.Module, path: Path) -> None:
+    """Refuse a checkpoint of another architecture, without reading its tensors."""
+    file = TensorFile(path)
+    expected = network.state_dict()
+    for key, tensor in expected.items():
+        if key not in file.layout:
+            raise _other_architecture(path, f"it has no tensor {shown(key)}")
+        if file.layout[key].shape != tuple(tensor.shape):
+            found, wanted = list(file.layout[key].shape), list(tensor.shape)
+            raise _other_architecture(path, f"tensor {key!r} has shape {found} instead of {wanted}")
+        if file.layout[key].dtype != tensor.dtype:
+            types = f"{file.layout[key].dtype} instead of {tensor.dtype}".replace("torch.", "")
+            raise _other_architecture(path, f"tensor {key!r} is {types}")
+    extra = sorted(set(file.layout) - set(expected))
+    if extra:
+        raise _other_architecture(path, f"it has a tensor {shown(extra[0])} that the network does not know")
+
+
+def _other_architecture(path: Path, reason: str) -> SwapError:
+    return SwapError(
+        f"{path} belongs to another network ({reason}): "
+        f"set the model section of params.yaml to what it was trained with, or train again"
+    )

@@ -1,0 +1,199 @@
+"""One run of the SGD loop as a job: from prepared data to a result in its scratch folder."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from swap_pipeline.config.common_params import Setting
+from swap_pipeline.config.params import Compute, Optimizer, Schedule
+from swap_pipeline.config.schedules import by_epoch, learning_rate_of
+from swap_pipeline.data.prepared import Meta, View
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.opening import open_data, view_of_checkpoint
+from swap_pipeline.engine.results import describe_model, write_result
+from swap_pipeline.errors import SwapError
+from swap_pipeline.models.networks import describe_network, load_pretrained, new_network
+from swap_pipeline.runtime.job_folder import JobFolder
+from swap_pipeline.runtime.progress import Reporter
+from swap_pipeline.runtime.rank import UNEXPECTED
+from swap_pipeline.storage.tensor_files import TensorFile, UnreadableFileError, read_tensors, write_tensors
+from swap_pipeline.storage.weights import load_weights
+from swap_pipeline.training.loop import train
+from swap_pipeline.training.run import Run, as_prepared
+from swap_pipeline.training.snapshots import drop_snapshots, epoch_of_newest_snapshot
+
+
+def make_run(
+    given: Schedule,
+    *,
+    name: str,
+    section: str,
+    seed: int,
+    epochs: int,
+    cycles: int = 1,
+    first_epoch: int = 0,
+    stop_accuracy: float = 100.0,
+    chance: str = "",
+) -> Run:
+    """A section of `params.yaml` as a run of the loop."""
+    return Run(
+        name=name,
+        section=section,
+        seed=seed,
+        batch_size=by_epoch(given.batch_size, first_epoch=first_epoch),
+        epochs=epochs,
+        learning_rate=learning_rate_of(given, epochs=epochs, cycles=cycles, first_epoch=first_epoch),
+        shards=given.shards,
+        ema_decay=given.ema_decay,
+        view=_view_of(given, first_epoch),
+        stop_accuracy=stop_accuracy,
+        chance=chance,
+    )
+
+
+def _view_of(given: Schedule, first_epoch: int) -> Callable[[float], View | None]:
+    if given.image_size is None:
+        return as_prepared
+    size = by_epoch(given.image_size, first_epoch=first_epoch)
+    scale = None if given.min_scale is None else by_epoch(given.min_scale, first_epoch=first_epoch)
+    return lambda epoch: View(size=size(epoch), min_scale=None if scale is None else scale(epoch))
+
+
+def check_view(run: Run, meta: Meta) -> None:
+    """Images in files need a size to be brought to, and images in memory have theirs."""
+    view = run.view(0)
+    key = f"params.yaml: {run.section}.image_size"
+    if meta.shape is None and view is None:
+        raise SwapError(f"{key} is missing: these images are read from files of any size, so say what to bring them to")
+    if meta.shape is not None and view is not None:
+        raise SwapError(
+            f"{key} has no effect on images that were prepared in memory, {meta.shape[1]}×{meta.shape[2]} pixels: "
+            f"remove it (and min_scale), or set data.max_gb_in_memory: 0 to read them from their files"
+        )
+
+
+@contextlib.contextmanager
+def _explained(compute: Compute) -> Iterator[None]:
+    """torch's word for an operation that it cannot repeat exactly on a GPU, with the way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not compute.deterministic or "deterministic" not in str(error):
+            raise
+        what = " ".join(str(error).split()).partition(". ")[0]
+        raise SwapError(f"{what}: set compute.deterministic: false, or take another network") from None
+
+
+def run_training_job(
+    run: Run,
+    *,
+    start: int | Path,
+    header: Mapping[str, Any],
+    setting: Setting,
+    optimizer: Optimizer,
+    group: Group,
+    folder: JobFolder,
+    keep: Mapping[int, str] = MappingProxyType({}),
+) -> None:
+    """Be one rank of a training job that starts from a seed's weights or from a checkpoint's.
+
+    `keep` names the models to keep on the way, by epoch.
+    """
+    with folder.writer(is_main=group.is_main):
+        if group.main_says(folder.is_complete):
+            return
+        began = time.time()
+        meta, train_images, test_images = open_data(setting, group)
+        check_view(run, meta)
+        description = describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes))
+        network = new_network(description, seed=start if isinstance(start, int) else 0)
+        decay = run.ema_decay
+        if isinstance(start, Path):
+            load_weights(network, start)
+            if run.epochs == 0:  # the result is the start itself, and sees images as that did
+                decay, view_of_start = TensorFile(start).info.get("ema_decay"), view_of_checkpoint(start)
+                run = replace(run, view=lambda epoch: view_of_start)
+        elif setting.model.pretrained:
+            load_pretrained(network, description)
+        folder.check_inputs()
+        if group.is_main:
+            _repeat_what_was_lost(folder, keep, header)
+        group.wait()
+
+        def info_after(epoch: int) -> dict[str, Any]:
+            view = run.view(max(0, epoch - 1))
+            about = describe_model(
+                description,
+                meta,
+                image_shape=train_images.image_shape(view),
+                view=view,
+                test_crop=setting.augment.test_crop,
+            )
+            mean = {"ema_decay": decay} if decay else {}
+            return {**about, **header, **mean}
+
+        def keep_model(epoch: int, network: nn.Module) -> None:
+            if epoch in keep:
+                write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
+
+        with _explained(setting.compute):
+            record = train(
+                run,
+                network,
+                train_images=train_images,
+                test_images=test_images,
+                augment=setting.augment,
+                optimizer=optimizer,
+                compute=setting.compute,
+                group=group,
+                snapshots=folder.path,
+                reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
+                num_classes=len(meta.classes),
+                at_epoch_end=keep_model,
+            )
+        if group.is_main:
+            info = info_after(len(record.curve))
+            about = {**group.as_json(), "ran": [began, time.time()]}
+            kept = {epoch: name for epoch, name in keep.items() if epoch <= len(record.curve)}
+            if lost := _first_lost(folder.kept, kept, header):
+                epoch, what = lost
+                raise SwapError(
+                    f"{UNEXPECTED} loss: {what}: run `dvc repro`, which repeats it from before epoch {epoch}"
+                )
+            write_result(folder, network, info, {**record.as_json(), **about}, kept=kept.values())
+            drop_snapshots(folder.path)
+
+
+def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str], header: Mapping[str, Any]) -> None:
+    """A run that is resumed must have all models that it was to keep so far: else it resumes from before the first."""
+    done = epoch_of_newest_snapshot(folder.path)
+    due = {epoch: name for epoch, name in keep.items() if epoch <= done}
+    if lost := _first_lost(folder.kept, due, header):
+        epoch, what = lost
+        print(f"warning: {what}: training is repeated from before epoch {epoch}", flush=True)
+        drop_snapshots(folder.path, from_epoch=epoch)
+
+
+def _first_lost(kept: Path, names: Mapping[int, str], header: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The first epoch whose model should be in the folder and is not, or is another one; and what is wrong."""
+    for epoch, name in sorted(names.items()):
+        path = kept / name
+        if not path.exists():
+            return epoch, f"{path} is missing"
+        try:
+            is_the_one = read_tensors(path)[1].items() >= {**header, "epoch": epoch}.items()
+        except UnreadableFileError:
+            raise  # it is for people to fix the disk
+        except SwapError:
+            is_the_one = False
+        if not is_the_one:
+            return epoch, f"{path} is damaged or of another run"
+    return None

@@ -1,0 +1,47 @@
+"""The exponential mean of a network's weights, by step (EMA): a copy of the network that follows it."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.training.shards import mean_over_ranks
+
+
+class MovingMean:
+    """After each step, mean ← decay · mean + (1 − decay) · weights; it starts with the weights after the first step.
+
+    Running statistics are averaged likewise, so that the mean can be tested at any time.
+    """
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        from torch.optim.swa_utils import get_ema_multi_avg_fn  # imports torch's compiler, so only where it is needed
+
+        self.network = copy.deepcopy(network).requires_grad_(False)
+        self.steps = 0
+        self._average = get_ema_multi_avg_fn(decay)
+        pairs = [
+            *zip(self.network.parameters(), network.parameters(), strict=True),
+            *zip(self.network.buffers(), network.buffers(), strict=True),
+        ]
+        self._real = [(own, followed) for own, followed in pairs if own.is_floating_point()]
+        self._counters = [(own, followed) for own, followed in pairs if not own.is_floating_point()]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        own, followed = [list(tensors) for tensors in zip(*self._real, strict=True)]
+        if self.steps == 0:
+            torch._foreach_copy_(own, followed)
+        else:
+            self._average(own, followed, self.steps)
+        self.steps += 1
+
+    @torch.no_grad()
+    def end_epoch(self, group: Group) -> None:
+        """All ranks have the same weights; give them the same statistics."""
+        mean_over_ranks(list(self.network.buffers()), group)
+        for own, followed in self._counters:
+            own.copy_(followed)

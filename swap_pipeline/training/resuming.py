@@ -1,0 +1,191 @@
+"""Snapshots of a run: all that the loop needs to go on as if it had never been stopped."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from swap_pipeline.data.epochs import steps_per_epoch
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.errors import SwapError, shown
+from swap_pipeline.training.moving_mean import MovingMean
+from swap_pipeline.training.run import Epoch, Run
+from swap_pipeline.training.sgd import Sgd
+from swap_pipeline.training.shards import Shards
+from swap_pipeline.training.snapshots import drop_snapshots, read_snapshot, write_snapshot
+
+_Snapshot = tuple[dict[str, torch.Tensor], dict[str, Any]]
+_PAUSE_SECONDS, _PAUSES = 5, 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """How far an epoch has come, on this rank."""
+
+    step: int
+    sums: torch.Tensor
+    """loss and hits so far"""
+    seconds: float
+
+    @classmethod
+    def new(cls, group: Group) -> Begun:
+        return cls(step=0, sums=torch.zeros(2, dtype=torch.float64, device=group.device), seconds=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What changes while a run trains, on this rank."""
+
+    network: nn.Module
+    sgd: Sgd
+    shards: Shards
+    mean: MovingMean | None
+    group: Group
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of a snapshot at the end of an epoch, when all ranks and shards have the same."""
+        tensors = {f"network.{key}": tensor for key, tensor in self.network.state_dict().items()}
+        tensors |= {f"momentum.{key}": tensor for key, tensor in self.sgd.momentum().items()}
+        if self.mean is not None:
+            tensors |= {f"mean.{key}": tensor for key, tensor in self.mean.network.state_dict().items()}
+        return tensors
+
+    def tensors_within_epoch(self, begun: Begun) -> dict[str, torch.Tensor]:
+        """What each shard or rank has of its own within an epoch: running statistics, sums of loss and hits."""
+        own = {"sums.epoch": begun.sums}
+        if self.mean is not None:
+            own |= {f"mean_ranks.{key}": tensor for key, tensor in self.mean.network.named_buffers()}
+        shards = {f"shards.{key}": tensor for key, tensor in self.shards.stacked().items()}
+        return shards | {key: self.group.gather(tensor) for key, tensor in own.items()}
+
+    def layout(self, *, within_epoch: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Types and shapes of a snapshot's tensors."""
+        expected = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.tensors().items()}
+        if within_epoch:
+            own = {"sums.epoch": Begun.new(self.group).sums}
+            if self.mean is not None:
+                own |= {f"mean_ranks.{key}": tensor for key, tensor in self.mean.network.named_buffers()}
+            expected |= {f"shards.{key}": spec for key, spec in self.shards.layout().items()}
+            expected |= {key: (t.dtype, (self.group.world_size, *t.shape)) for key, t in own.items()}
+        return expected
+
+    def load(self, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            part, _, name = key.partition(".")
+            parts.setdefault(part, {})[name] = tensor
+        self.network.load_state_dict(parts["network"])
+        self.sgd.set_momentum(parts.get("momentum", {}))
+        self.sgd.scaler.set_state(info["scaler"])
+        self.shards.start_from_network()
+        if "shards" in parts:
+            self.shards.load(parts["shards"])
+        if self.mean is not None:
+            self.mean.network.load_state_dict(parts["mean"])
+            self.mean.steps = info["mean_steps"]
+            for name, buffer in self.mean.network.named_buffers() if "begun" in info else ():
+                buffer.copy_(parts["mean_ranks"][name][self.group.rank])
+
+
+def keep(run: Run, folder: Path, state: State, curve: list[Epoch], begun: Begun | None = None) -> None:
+    """Leave a snapshot, at the end of an epoch or, where some of the next has `begun`, in the middle of that."""
+    tensors = state.tensors()
+    info: dict[str, Any] = {
+        "run": [run.name, run.seed],
+        "curve": [asdict(row) for row in curve],
+        "precision": state.sgd.scaler.precision,
+        "scaler": state.sgd.scaler.state(),
+    }
+    if state.mean is not None:
+        info["mean_steps"] = state.mean.steps
+    if begun is not None:
+        tensors |= state.tensors_within_epoch(begun)
+        info["begun"] = {"step": begun.step, "seconds": begun.seconds}
+    if state.group.is_main:
+        write_snapshot(folder, len(curve), tensors, info, step=begun.step if begun else 0)
+
+
+def _misfit(
+    run: Run, state: State, num_images: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]
+) -> str:
+    """Why a snapshot cannot be this run's; empty if it can."""
+    expected = state.layout(within_epoch="begun" in info)
+    for key in sorted(expected.keys() ^ tensors.keys()):
+        return f"{'it lacks' if key in expected else 'it has'} a tensor {shown(key)}"
+    for key, tensor in tensors.items():
+        if (tensor.dtype, tuple(tensor.shape)) != expected[key]:
+            return f"its tensor {shown(key)} has another type or shape"
+    if info.get("run") != [run.name, run.seed]:
+        return f"it is not of {run.name} with this seed"
+    curve, names = info.get("curve"), Epoch.__dataclass_fields__.keys()
+    if not isinstance(curve, list) or not (curve or "begun" in info) or not all(isinstance(row, dict) for row in curve):
+        return "it has no curve"
+    numbers = [value for row in curve for key, value in row.items() if (key, value) != ("test_top5", None)]
+    if any(row.keys() != names for row in curve) or any(type(value) not in (int, float) for value in numbers):
+        return "its curve has another form"
+    if [row["epoch"] for row in curve] != list(range(1, len(curve) + 1)) or len(curve) > run.epochs:
+        return "its curve has other epochs"
+    if "begun" in info and not _is_beginning(info["begun"], run, len(curve), num_images):
+        return "it is of no step that there is"
+    if state.mean is not None and (type(info.get("mean_steps")) is not int or info["mean_steps"] < 1):
+        return "it does not say over how many steps its mean was taken"
+    scaler, own_scaler = info.get("scaler"), state.sgd.scaler.state()
+    if not isinstance(scaler, dict) or info.get("precision") not in ("fp32", "bf16", "fp16"):
+        return "it does not say in which precision it was trained"
+    if info["precision"] == state.sgd.scaler.precision and {key: type(value) for key, value in scaler.items()} != {
+        key: type(value) for key, value in own_scaler.items()
+    }:
+        return "its gradient scale has another form"
+    return ""
+
+
+def _is_beginning(value: Any, run: Run, epoch: int, num_images: int) -> bool:
+    """Whether this says of a step of that epoch, but not of its last one, that it was the last to be taken."""
+    if not isinstance(value, dict) or value.keys() != {"step", "seconds"} or epoch >= run.epochs:
+        return False
+    steps = steps_per_epoch(num_images, run.batch_size(epoch))
+    return type(value["step"]) is int and 0 < value["step"] < steps and type(value["seconds"]) is float
+
+
+def _read_alike(folder: Path, misfit: Callable[..., str], group: Group) -> _Snapshot | None:
+    """The newest snapshot, which has to be the same for all ranks: from different ones, they would average gradients
+    of different weights. Every rank reads for itself, and on another machine may see a new file late."""
+    for pause in (0, *[_PAUSE_SECONDS] * _PAUSES):
+        time.sleep(pause)
+        found = read_snapshot(folder, misfit)
+        info: Mapping[str, Any] = found[1] if found else {"curve": ()}
+        own = torch.tensor([len(info["curve"]), info.get("begun", {}).get("step", 0)], device=group.device)
+        of_ranks = group.gather(own).tolist()
+        if all(row == of_ranks[0] for row in of_ranks):
+            return found
+    raise SwapError(
+        f"the ranks do not see the same snapshots in {folder} (epoch and step by rank: {of_ranks}): "
+        f"look whether all nodes can read this folder, then `dvc repro` again"
+    )
+
+
+def resume(run: Run, state: State, folder: Path, *, num_images: int) -> tuple[list[Epoch], Begun]:
+    """Take up the newest snapshot; returns the curve so far, and how far the epoch after it has come."""
+    group, precision = state.group, state.sgd.scaler.precision
+    found = _read_alike(folder, functools.partial(_misfit, run, state, num_images), group)
+    if found is None:
+        return [], Begun.new(group)
+    tensors, info = found
+    if info["precision"] != precision:  # `auto` on another kind of GPU
+        print(f"the snapshot was trained in {info['precision']}, not {precision}: starting afresh", flush=True)
+        group.wait()
+        if group.is_main:
+            drop_snapshots(folder)  # of later epochs than the first new ones, which would be taken for older
+        return [], Begun.new(group)
+    state.load(tensors, info)
+    curve = [Epoch(**row) for row in info["curve"]]
+    if "begun" not in info:
+        return curve, Begun.new(group)
+    return curve, Begun(sums=tensors["sums.epoch"][group.rank].to(group.device), **info["begun"])

@@ -1,0 +1,87 @@
+"""What a run of the loop is told, and what is known of it when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from swap_pipeline.data.prepared import View
+from swap_pipeline.engine.evaluation import Score
+
+
+def as_prepared(epoch: float) -> None:
+    """The view of images in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one call of the loop does."""
+
+    name: str
+    """what people call it: `phase1`, `phase2 seed 3`"""
+    section: str
+    """its section in `params.yaml`"""
+    seed: int
+    """data order and augmentation"""
+    batch_size: Callable[[float], int]
+    """images per step over all ranks, by epoch: B₁ or B₂ of Algorithm 1"""
+    epochs: int
+    learning_rate: Callable[[float], float]
+    """of the fractional epoch at which a step begins: LR₁ or LR₂"""
+    shards: int = 1
+    """equal parts of a batch, each normalised on its own"""
+    ema_decay: float | None = None
+    """the result is an exponential mean of the weights"""
+    view: Callable[[float], View | None] = as_prepared
+    """how images that are read from their files are seen, by epoch"""
+    stop_accuracy: float = 100.0
+    """τ in percent: the run ends with the first epoch whose training accuracy is above it"""
+    chance: str = ""
+    """for people, where the name does not tell it: which seed of `params.yaml` it is"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """A row of the training curve."""
+
+    epoch: int
+    learning_rate: float
+    train_loss: float
+    train_accuracy: float
+    test_loss: float
+    test_accuracy: float
+    test_top5: float | None
+    seconds: float
+
+    @property
+    def score(self) -> Score:
+        return Score(loss=self.test_loss, accuracy=self.test_accuracy, top5=self.test_top5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is known of a run when it is over; accuracies in percent, seconds of training alone."""
+
+    curve: tuple[Epoch, ...]
+    stopped_by: str
+    """`accuracy` (τ was passed) or `epochs` (the maximum was reached)"""
+    score: Score
+    """of the network that is the result"""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "curve": [asdict(row) for row in self.curve],
+            "epochs": len(self.curve),
+            "stopped_by": self.stopped_by,
+            "train_accuracy": self.curve[-1].train_accuracy if self.curve else None,
+            **self.score.as_json(),
+            "seconds": sum(row.seconds for row in self.curve),
+        }
+
+
+def reason_to_stop(run: Run, curve: Sequence[Epoch]) -> str:
+    """Why the run is over, or an empty string: Algorithm 1's `while training accuracy ≤ τ`."""
+    if curve and run.stop_accuracy < 100 and curve[-1].train_accuracy > run.stop_accuracy:
+        return "accuracy"
+    return "epochs" if len(curve) >= run.epochs else ""
