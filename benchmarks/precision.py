@@ -21,7 +21,7 @@ from benchmarks.harness import Sample
 from benchmarks.options import Options
 from benchmarks.results import Row, compared, left_out
 
-_PROBE = "from swap_pipeline.precision import check_cpu; check_cpu('bf16')"
+_PROBE = "from swap_pipeline.engine.precision import check_cpu; check_cpu('bf16')"
 
 
 def measure(options: Options) -> Iterator[Row]:

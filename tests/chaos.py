@@ -699,7 +699,8 @@ FAULTS = (
     Fault(
         name="dvc repro: code edited while phase 1 trains",
         strike=edited_during(
-            "phase1", lambda project: (project.root / "swap_pipeline" / "training.py").open("a").write("# edited\n")
+            "phase1",
+            lambda project: (project.root / "swap_pipeline" / "training" / "loop.py").open("a").write("# edited\n"),
         ),
     ),
     Fault(name="dvc repro: a checkpoint damaged, and the cache with it", strike=checkpoint_damaged, damages=True),

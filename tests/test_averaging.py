@@ -326,7 +326,7 @@ def test_the_result_opens_with_plain_safetensors(tmp_path: Path) -> None:
 PEAK_MEMORY = """
 import os, sys, threading, time
 from pathlib import Path
-from swap_pipeline.averaging import average_files
+from swap_pipeline.averaging.mean import average_files
 
 def resident_bytes():  # pages of mapped files too
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

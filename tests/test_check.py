@@ -132,7 +132,7 @@ def test_swap_check_has_no_objection_to_any_recipe_and_needs_no_torch(project: P
         (project.root / read_params(recipe).data.root).mkdir(exist_ok=True)
         done = swap(project, "check", "--params", str(recipe))
         assert done.returncode == 0 and done.stdout.startswith(f"{recipe} is fine"), done.stderr
-    code = "import sys; from swap_pipeline.check import check; check(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from swap_pipeline.datasets.check import check; check(); sys.exit('torch' in sys.modules)"
     assert project.run(sys.executable, "-c", code, check=False).returncode == 0
 
 

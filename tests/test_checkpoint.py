@@ -286,7 +286,7 @@ def test_a_file_is_not_there_under_its_name_until_it_is_whole(tmp_path: Path) ->
 
 def test_a_writer_that_is_killed_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from swap_pipeline.files import atomic_write\n"
+        "import os, signal, sys; from pathlib import Path; from swap_pipeline.storage.files import atomic_write\n"
         "with atomic_write(Path(sys.argv[1])) as file:\n"
         "    file.write(b'half of the new'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -173,7 +173,7 @@ def test_other_unreadable_files_say_what_is_wrong_with_them(tmp_path: Path) -> N
             decode(tmp_path / name, 3)
 
 
-@pytest.mark.parametrize("module", ["image_files", "image_folders"])
+@pytest.mark.parametrize("module", ["storage.image_files", "datasets.image_folders"])
 def test_processes_that_only_decode_do_without_torch(module: str) -> None:
     code = f"import sys, swap_pipeline.{module}; sys.exit('torch' in sys.modules)"
 

@@ -712,7 +712,7 @@ def test_networks_that_are_not_a_users_own_have_no_file(name: str) -> None:
 def test_the_launcher_can_ask_for_the_file_without_torch(root: Path) -> None:
     (root / "nets.py").write_text("import torch")
     code = (
-        "import sys; from swap_pipeline.own_network import source_file; "
+        "import sys; from swap_pipeline.runtime.user_code import source_file; "
         "print(source_file('nets:f'), {'torch', 'torchvision', 'numpy'} & set(sys.modules))"
     )
     package = Path(swap_pipeline.__file__).parents[1]

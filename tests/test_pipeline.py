@@ -200,7 +200,7 @@ def test_pictures_and_curves_are_dvc_plots(finished: Project) -> None:
 
 
 def test_an_edited_report_trains_nothing(finished: Project) -> None:
-    with (finished.root / "swap_pipeline" / "report.py").open("a") as file:
+    with (finished.root / "swap_pipeline" / "report" / "page.py").open("a") as file:
         file.write("# edited\n")
     assert ran(finished.dvc("repro")) == ["report"]
 
@@ -255,7 +255,7 @@ def test_a_worker_that_fails_keeps_the_others_and_is_trained_alone_the_next_time
         '    if instance.seed == 1 and os.path.exists("broken"):\n'
         '        raise RuntimeError("injected")\n'
     )
-    marker = "    from swap_pipeline.data import derive_seed\n"
+    marker = "    from swap_pipeline.config.common_params import setting_of\n"
     script.write_text(script.read_text().replace(marker, fault + marker))
     (finished.root / "broken").touch()
 
@@ -273,7 +273,7 @@ def test_a_worker_that_fails_keeps_the_others_and_is_trained_alone_the_next_time
 
 
 def test_an_unexpected_error_shows_the_rank_s_own_traceback(finished: Project) -> None:
-    script = finished.root / "swap_pipeline" / "schedules.py"
+    script = finished.root / "swap_pipeline" / "config" / "schedules.py"
     script.write_text(script.read_text().replace("right = bisect_right", "right = None + bisect_right"))
     finished.set_params({"phase1.shards": 2})
     done = finished.stage("phase1", SWAP_NPROC="2")

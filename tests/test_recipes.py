@@ -621,7 +621,7 @@ def test_use_outside_of_the_projects_root_says_so(plain: Path, arguments: tuple[
 
 def test_use_answers_without_torch(plain: Path) -> None:
     code = (
-        "import sys; from swap_pipeline.cli import main; main(['use', 'cifar10'], standalone_mode=False); "
+        "import sys; from swap_pipeline.cli.main import main; main(['use', 'cifar10'], standalone_mode=False); "
         "sys.exit('torch' in sys.modules)"
     )
     assert run(plain, sys.executable, "-c", code).returncode == 0
