@@ -41,7 +41,7 @@ stages:
     outs: [metrics/phase3.json]
   report:
     cmd: python stand_in.py report
-    deps: [metrics/phase1.json, metrics/phase2, metrics/phase3.json, recipes, stand_in.py]
+    deps: [metrics/phase1.json, metrics/phase2, metrics/phase3.json, stand_in.py]
     params: ["params.yaml": ]
     metrics: [metrics/swap.json: {cache: false}]
 """

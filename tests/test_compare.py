@@ -454,10 +454,10 @@ def test_tables_of_an_earlier_commit_are_shown_on_request_and_say_so(compared: S
         "error: no experiment of recipe tiny started from this commit: `swap compare` runs them"
     )
     assert done.stderr.endswith(", or see those of earlier commits with --all\n")
-    assert f"small_batch-0 is of commit {commit}" in compared.swap("tables", "--all").stdout
+    assert f"small_batch-0 is from commit {commit}" in compared.swap("tables", "--all").stdout
     compared.swap("compare", "--methods", "small_batch")
     notes = compared.swap("tables", "--all").stdout
-    assert "small_batch-0 is of commit" not in notes and f"swap-0 is of commit {commit}" in notes
+    assert "small_batch-0 is from commit" not in notes and f"swap-0 is from commit {commit}" in notes
 
 
 def test_experiments_without_their_records_still_have_accuracy_and_time(compared: StandIn) -> None:
