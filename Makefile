@@ -59,7 +59,7 @@ ifeq ($(origin VENV),command line)
 $(STAMP):
 	@test -x $(VENV)/bin/python || { echo "error: there is no Python environment in $(VENV)"; exit 1; }
 	@$(VENV)/bin/python -c 'import importlib.util, sys; \
-	  needed = "click dvc hypothesis matplotlib mypy numpy PIL psutil pytest rich ruamel ruff safetensors torch torchvision xdist xxhash"; \
+	  needed = "click dvc hypothesis jinja2 matplotlib mypy numpy PIL psutil pytest rich ruamel ruff safetensors torch torchvision xdist xxhash"; \
 	  lacking = [name for name in needed.split() if not importlib.util.find_spec(name)]; \
 	  sys.exit(lacking and f"error: $(VENV) lacks {lacking}: $(VENV)/bin/pip install -c constraints.txt -e .[dev]" or 0)'
 # What it lacks of the peers is left out of the table.

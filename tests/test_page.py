@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
@@ -11,16 +10,19 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import jinja2
 import pytest
 from conftest import ROOT
 from made_up import PAGES, landscape_record, lay_out, swap_records, training_record, workers_record, write_pages
+from markupsafe import escape
 
 from swap_pipeline.report import provenance
 from swap_pipeline.report.analysis_page import analysis_page, draw_analysis
-from swap_pipeline.report.page import element, from_markdown, joined, page, table
+from swap_pipeline.report.page import TEMPLATES, from_markdown, render
 from swap_pipeline.report.summary import models_before_averaging, result_rows, result_table, summarise
 from swap_pipeline.storage.files import write_json
 
+FOLDER = ROOT / "swap_pipeline" / "report" / "templates"
 EVIL = "<script>alert('x')</script> & \"quotes\""
 
 
@@ -95,19 +97,40 @@ def test_nothing_of_the_data_is_taken_for_markup(written: Path) -> None:
     text = read(written, "report")
     for hostile in (EVIL, "model.options.<b>depth</b>", "2 × <i>cpu</i>"):
         assert hostile not in text
-        assert html.escape(hostile) in text
+        assert escape(hostile) in text
 
 
-def test_elements_escape_all_but_html() -> None:
-    inner = element("b", "a < b")
-    assert (
-        element("p", inner, " & ", 3, class_="x", title='"')
-        == '<p class="x" title="&quot;"><b>a &lt; b</b> &amp; 3</p>'
-    )
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ evil }}",
+        "{{ evil|markdown }}",
+        "{% call picture('x') %}{{ evil }}{% endcall %}",
+        "{{ table((evil,), [(evil, evil)], caption=evil, classes={0: evil}, strong={0: [1]}) }}",
+    ],
+)
+def test_a_template_escapes_whatever_is_put_into_it(content: str) -> None:
+    blocks = {"title": "{{ evil }}", "lead": "{{ evil }}", "content": content}
+    text = "".join(f"{{% block {name} %}}{inside}{{% endblock %}}" for name, inside in blocks.items())
+    template = TEMPLATES.from_string(f"{{% extends 'base.html' %}}{text}")
+    page = Reader(found := template.render(evil=f"{EVIL} <b>", files=EVIL, images={"x": {"src": EVIL, "alt": EVIL}}))
+    assert {tag for tag, _ in page.tags} & {"script", "b"} == set()
+    assert '"quotes"' not in found and f"<title>{escape(EVIL)} &lt;b&gt;</title>" in found
+
+
+def test_no_template_says_that_something_is_safe_already() -> None:
+    texts = {name: (FOLDER / name).read_text() for name in TEMPLATES.list_templates()}
+    assert set(texts) == {"base.html", *(f"{name}.html" for name in PAGES)}
+    assert [name for name, text in texts.items() if re.search(r"\|\s*safe|autoescape|Markup", text)] == []
+
+
+def test_of_markdown_a_page_knows_code_and_emphasis() -> None:
     assert from_markdown("`<a>` is *not* **b**") == "<code>&lt;a&gt;</code> is <em>not</em> <strong>b</strong>"
-    assert joined(["<", inner]) == "&lt;<b>a &lt; b</b>"
-    assert '<th scope="row">&lt;x&gt;</th>' in table(("a", "b"), [("<x>", 1)], caption="c")
-    assert "<title>&lt;t&gt;</title>" in page("<t>", lead="", content=[])
+
+
+def test_a_value_that_a_template_lacks_is_an_error() -> None:
+    with pytest.raises(jinja2.UndefinedError, match="'recipe' is undefined"):
+        render("tables.html")
 
 
 def test_the_report_shows_the_numbers_of_the_records(written: Path) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swap_pipeline.cli.compare.measured import Measured
-from swap_pipeline.cli.compare.tables import Tables
+from swap_pipeline.cli.compare.tables import Table, Tables
 from swap_pipeline.cli.compare.tables_text import TIMES, cells_of, columns_of
 from swap_pipeline.report.figures import COLOURS, Drawing, grid, name_bars, new_figure, style
-from swap_pipeline.report.page import bullets, commands, element, page, paragraph, picture, section, table
+from swap_pipeline.report.page import images, render
 
 _LOOKS = {
     "small_batch": (COLOURS["small_batch"], "D"),
@@ -29,42 +29,28 @@ _OTHERS = (COLOURS["best"], "X")
 
 def tables_page(tables: Tables, drawings: Sequence[Drawing], pictures: Mapping[str, bytes]) -> str:
     """`pictures` are the drawings as SVG, by name."""
-    content = [
-        section(title, picture(drawing, pictures[drawing.name], caption=caption, files="figures"))
-        for drawing in drawings
-        for title, caption in [_CAPTIONS[drawing.name]]
-    ]
-    for entry in tables.tables:
-        rows: list[tuple[Any, ...]] = []
-        of_paper = []
-        for cells, strong in cells_of(entry):
-            if cells[0] == "paper":
-                of_paper.append(len(rows))
-            rows.append(tuple(element("strong", text) if i in strong else text for i, text in enumerate(cells)))
-        parts = [table(columns_of(entry), rows, caption="The best of each column is bold.", faint=of_paper)]
-        content.append(section(entry.title, *parts, *([paragraph(f"paper: {entry.source}.")] if entry.source else [])))
-    content.append(section("Notes", paragraph(TIMES), *([bullets(tables.notes)] if tables.notes else [])))
-    content.append(section("More", commands(_COMMANDS)))
-    seeds = ", ".join(map(str, tables.seeds))
-    return page("SWAP beside plain training and SWA", lead=f"Recipe {tables.recipe}, seeds {seeds}.", content=content)
+    return render(
+        "tables.html",
+        files="figures",
+        images=images(drawings, pictures),
+        recipe=tables.recipe,
+        seeds=tables.seeds,
+        tables=[_for_people(table) for table in tables.tables],
+        times=TIMES,
+        notes=tables.notes,
+    )
 
 
-_CAPTIONS = {
-    "accuracy_time": (
-        "Accuracy against time",
-        "Each method's mean over seeds, with standard deviations; small marks are single seeds.",
-    ),
-    "swa": (
-        "When models are taken to be averaged",
-        "Learning rates of SWA's variants and of SWAP, as in Figure 6 of the paper. SWA takes one model after another; "
-        "SWAP's workers run side by side.",
-    ),
-}
-_COMMANDS = {
-    "dvc exp show --only-changed": "the experiments themselves",
-    "swap compare --seeds 0,1,2": "whatever is missing here, for three seeds",
-    "swap tables": "these tables again",
-}
+def _for_people(table: Table) -> dict[str, Any]:
+    lines = cells_of(table)
+    return {
+        "title": table.title,
+        "columns": columns_of(table),
+        "rows": [cells for cells, _ in lines],
+        "classes": {index: "faint" for index, (cells, _) in enumerate(lines) if cells[0] == "paper"},
+        "strong": {index: strong for index, (_, strong) in enumerate(lines)},
+        "source": table.source,
+    }
 
 
 def draw_accuracy_against_time(tables: Tables) -> Drawing:
