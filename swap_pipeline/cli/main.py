@@ -104,29 +104,16 @@ def list_params(file: Path, as_json: bool) -> None:
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="Plan for this many GPUs instead of what this machine has.")
 @click.option(
-    "--nodes",
-    type=click.IntRange(min=1),
-    help="With --link: the GPUs are spread over this many nodes.",
-)
-@click.option(
     "--images-per-second",
     type=click.FloatRange(min=0, min_open=True, max=1e12),
     help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
-)
-@click.option(
-    "--link",
-    type=click.FloatRange(min=0, min_open=True, max=1e12),
-    metavar="GB/S",
-    help="Bandwidth between GPUs: also show what the exchange of gradients and the files take, as in docs/scaling.md.",
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the schedules into this .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON.")
 def plan(
     file: Path,
     gpus: int | None,
-    nodes: int | None,
     images_per_second: float | None,
-    link: float | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -143,14 +130,7 @@ def plan(
     from swap_pipeline.cli.plan.forecast import make_forecast
     from swap_pipeline.cli.plan.text import json_of, text_of
 
-    forecast = make_forecast(
-        params,
-        file=file,
-        num_gpus=gpus,
-        num_nodes=nodes,
-        images_per_second=images_per_second,
-        link_gigabytes=link,
-    )
+    forecast = make_forecast(params, file=file, num_gpus=gpus, images_per_second=images_per_second)
     if plot is not None:
         draw(forecast.plan, plot, title=forecast.title)
         _say(f"drawn: {plot}", err=True)

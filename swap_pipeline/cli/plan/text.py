@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from swap_pipeline.cli.plan.plan import Plan, RunPlan, Size, counted
-from swap_pipeline.cli.plan.scaling import Scaling, text_of_time
 from swap_pipeline.cli.plan.times import Expected, Forecast, Throughput, Times
 from swap_pipeline.report.durations import duration
 
@@ -32,7 +31,6 @@ def json_of(forecast: Forecast) -> str:
         "flops": plan.flops,
         "throughput": _plain(forecast.throughput),
         "times": _plain(forecast.times),
-        **({} if forecast.scaling is None else {"scaling": _plain(forecast.scaling)}),
     }
     return json.dumps(tree, indent=2, ensure_ascii=False)
 
@@ -64,7 +62,6 @@ def text_of(forecast: Forecast) -> str:
             *_aligned(_time(plan, forecast.times), left=1),
             *([""] if plan.notes else []),
             *(line for note in plan.notes for line in _paragraph(f"- {note}", hang=2)),
-            *([] if forecast.scaling is None else ["", *_scaling(forecast.scaling)]),
         ]
     )
 
@@ -165,20 +162,6 @@ def _speed(plan: Plan, throughput: Throughput) -> str:
     if throughput.measured_on not in (None, plan.devices.kind):
         text += f" That was a {throughput.measured_on}, not a {plan.devices.kind}: give --images-per-second for one."
     return text
-
-
-def _scaling(scaling: Scaling) -> Iterator[str]:
-    yield from _paragraph("The first steps of phase 1, and what files take, on paper (docs/scaling.md):")
-    rows = {
-        "phase 1, a step: computing": scaling.compute_seconds,
-        "phase 1, a step: exchange of gradients alone": scaling.exchange_seconds,
-        "phase 1, a step: both, overlapped": scaling.step_seconds,
-        "phase 3: reading and averaging the models": scaling.averaging_seconds,
-        "phase 3: loading the average": scaling.loading_seconds,
-        "phase 3: ranks make sure of their models": scaling.checking_seconds,
-        "DVC: hashing the models": scaling.hashing_seconds,
-    }
-    yield from _aligned(((name, text_of_time(seconds)) for name, seconds in rows.items()), left=1)
 
 
 def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
