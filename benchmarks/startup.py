@@ -109,7 +109,7 @@ def measure(options: Options) -> Iterator[Row]:
 
 def _help(options: Options) -> Row:
     # What the console script does: import the module, call main.
-    script = "import sys; sys.argv = ['swap', '--help']; from swap_pipeline.cli import main; main()"
+    script = "import sys; sys.argv = ['swap', '--help']; from swap_pipeline.cli.main import main; main()"
     commands = {"help": ["-c", script], "python": ["-c", "pass"]}
 
     def seconds(arguments: list[str]) -> float:

@@ -39,7 +39,7 @@ def main() -> None:
         draw_schedules(planned_courses(params)),
     ]
     pictures = figures.save(drawings, Path("report/figures"))
-    tree, environment = provenance.read_tree(Path("params.yaml")), provenance.environment()
+    tree, environment = provenance.read_sections(Path("params.yaml")), provenance.environment()
     origin = provenance.origin_of(tree)
     page = report_page(
         phase1,

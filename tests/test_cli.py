@@ -100,7 +100,7 @@ def test_load_model_gives_the_network_in_eval_mode_from_the_file_alone(
 
 def test_params_lists_those_of_the_project_or_of_a_recipe_without_torch(finished_project: Project) -> None:
     code = (
-        "import sys; from swap_pipeline.cli import main; main(['params'], standalone_mode=False); "
+        "import sys; from swap_pipeline.cli.main import main; main(['params'], standalone_mode=False); "
         "sys.exit('torch' in sys.modules)"
     )
     here = finished_project.run(sys.executable, "-c", code)

@@ -408,7 +408,7 @@ def _no_methods(project: StandIn) -> None:
             (),
             "params.yaml: data.root is nowhere, which does not exist: put the data there, or correct it",
         ),
-        (lambda project: None, ("--methods", "swop"), "has no method 'swop' (known: swap, small_batch, swa_large_"),
+        (lambda project: None, ("--methods", "swop"), "has no method 'swop': did you mean swap?"),
         (lambda project: None, ("--seeds", "0,x"), "--seeds has 'x': write whole numbers, such as 0,1,2"),
     ],
 )
