@@ -7,12 +7,10 @@ import functools
 import gzip
 import hashlib
 import http.server
-import io
 import json
 import shutil
-import tarfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from conftest import Project
+from conftest import Project, pack
 from numpy.typing import NDArray
 from safetensors import safe_open
 
@@ -200,16 +198,6 @@ def test_a_harmed_data_set_is_refused_with_the_command_that_brings_it_back(
 
 
 # --- CIFAR's archives
-
-
-def pack(path: Path, files: Mapping[str, bytes]) -> str:
-    """A tar.gz of these files; returns its md5."""
-    with tarfile.open(path, "w:gz") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return hashlib.md5(path.read_bytes()).hexdigest()
 
 
 def records(number: int, *, seed: int, label_limits: tuple[int, ...]) -> NDArray[np.uint8]:

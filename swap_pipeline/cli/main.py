@@ -42,6 +42,16 @@ class _Commands(click.Group):
             sys.exit(1)
 
 
+params_option = click.option(
+    "--params",
+    "file",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="The file to look at; any recipe will do.",
+)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="swap-pipeline")
 def main() -> None:
@@ -60,7 +70,7 @@ def use(name: str | None, force: bool) -> None:
     A recipe is a complete params file: an experiment of the paper, or one made smaller. params.yaml is not overwritten
     if that would lose edits.
     """
-    from swap_pipeline.cli.recipes import data_needed, list_recipes, origin_of_params, use_recipe
+    from swap_pipeline.cli.recipes import data_needed, list_recipes, recipe_of_params, use_recipe
 
     if name is not None:
         data = use_recipe(name, force=force).data
@@ -69,12 +79,12 @@ def use(name: str | None, force: bool) -> None:
         _say("next: `swap plan` shows what it will do, `dvc repro` does it")
         return
     recipes = list_recipes()
-    origin = origin_of_params(recipes)
+    chosen, equal = recipe_of_params(recipes)
     widest = max(len(recipe.name) for recipe in recipes)
     for recipe in recipes:
-        mark = "*" if origin is not None and recipe.name == origin.recipe else " "
+        mark = "*" if recipe.name == chosen else " "
         _say(f"{mark} {recipe.name:{widest}}  {recipe.summary}")
-    now = "none of these" if origin is None else f"{origin.recipe}{', edited' if origin.edited else ''}"
+    now = "none of these" if chosen is None else f"{chosen}{'' if equal else ', edited'}"
     _say(f"params.yaml is {now}; `swap use NAME` writes a recipe there")
 
 
@@ -94,14 +104,7 @@ def list_params(file: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option(
-    "--params",
-    "file",
-    type=click.Path(path_type=Path),
-    default=Path("params.yaml"),
-    show_default=True,
-    help="What to plan; any recipe will do.",
-)
+@params_option
 @click.option("--gpus", type=click.IntRange(min=1), help="Plan for this many GPUs instead of what this machine has.")
 @click.option(
     "--images-per-second",
@@ -241,14 +244,7 @@ def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) ->
 
 
 @main.command()
-@click.option(
-    "--params",
-    "file",
-    type=click.Path(path_type=Path),
-    default=Path("params.yaml"),
-    show_default=True,
-    help="What is to be run.",
-)
+@params_option
 @click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
 def doctor(file: Path, as_json: bool) -> None:
     """Look at what a person would check first; exit code 1 if `dvc repro` would not get through.
@@ -264,14 +260,7 @@ def doctor(file: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option(
-    "--params",
-    "file",
-    type=click.Path(path_type=Path),
-    default=Path("params.yaml"),
-    show_default=True,
-    help="What is to be run.",
-)
+@params_option
 def check(file: Path) -> None:
     """Check a params file in a moment: its entries, and what DVC will make of them.
 
@@ -292,7 +281,8 @@ def clean(yes: bool, dry_run: bool, everything: bool) -> None:
 
     Jobs at work are never touched, nor are checkpoints, metrics and DVC's cache.
     """
-    from swap_pipeline.cli.clean import in_bytes, look, remove
+    from swap_pipeline.cli.amounts import in_bytes
+    from swap_pipeline.cli.clean import look, remove
 
     entries = look(everything=everything)
     stale = [entry for entry in entries if not entry.is_needed and not entry.is_running]

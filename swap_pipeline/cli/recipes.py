@@ -30,14 +30,6 @@ class Recipe:
         return shown.lstrip("#").strip() if shown.startswith("#") else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where `params.yaml` comes from."""
-
-    recipe: str
-    edited: bool
-
-
 def list_recipes() -> list[Recipe]:
     """All recipes, by name."""
     paths = sorted(set(RECIPES.glob("*.yaml")) - set(RECIPES.glob("*.methods.yaml")), key=lambda path: path.stem)
@@ -60,14 +52,14 @@ def _read(path: Path) -> bytes:
         raise SwapError(f"{path} cannot be read ({error.strerror or error}): repair or remove it") from None
 
 
-def origin_of_params(recipes: list[Recipe]) -> Origin | None:
-    """The recipe that `params.yaml` equals, or says that it came from; None if it is of another making, or missing."""
+def recipe_of_params(recipes: list[Recipe]) -> tuple[str | None, bool]:
+    """The recipe that `params.yaml` says it came from, and whether it equals it; None if it is of another making."""
     content = _read_params_file()
     for recipe in recipes:
         if recipe.content == content:
-            return Origin(recipe=recipe.name, edited=False)
+            return recipe.name, True
     said = _recipe_entry(content or b"")
-    return Origin(recipe=said, edited=True) if said in {recipe.name for recipe in recipes} else None
+    return said if said in {recipe.name for recipe in recipes} else None, False
 
 
 def use_recipe(name: str, *, force: bool) -> Params:

@@ -8,13 +8,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from swap_pipeline.cli.amounts import magnitude
 from swap_pipeline.cli.plan.plan import Plan, RunPlan, Size, counted
 from swap_pipeline.cli.plan.times import Expected, Forecast, Throughput, Times
 from swap_pipeline.report.durations import duration
 
 _WIDTH = 80
 _NO_BREAK = "\xa0"  # between a number and its unit, until lines are broken
-_POWERS = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _NAMES = {"phase1": "phase 1", "phase2": "phase 2"}
 
 
@@ -180,18 +180,12 @@ def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
     yield "critical path: devices for every worker", duration(times.critical_path), ""
 
 
-def _si(number: float) -> str:
-    """Three digits and the letter of a power of 1000: `8.18 G`."""
-    power = 0
-    while number >= 999.5:
-        number, power = number / 1000, power + 1
-    digits = 0 if number >= 99.95 or not power else 1 if number >= 9.995 else 2
-    return f"{number:.{digits}f}{_NO_BREAK}{_POWERS[power]}".rstrip()
+def _si(number: float, unit: str = "") -> str:
+    return magnitude(number, unit).replace(" ", _NO_BREAK)
 
 
 def _bytes(number: float) -> str:
-    text = _si(number)
-    return f"{text}B" if number >= 999.5 else f"{text}{_NO_BREAK}B"
+    return _si(number, "B")
 
 
 def _pixels(size: Size) -> str:
