@@ -11,24 +11,23 @@ from __future__ import annotations
 import click
 
 from swap_pipeline.analysis.params import Analysis, read_analysis
-from swap_pipeline.config.instances import PHASE1, Instance
+from swap_pipeline.config.instances import PHASE1, PHASE3, Instance
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.launch.stage_jobs import run_alone
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.stage_process import run_stage
 
+COSINE = Instance(stage="cosine")
+
 
 @click.command(help=__doc__)
 def main() -> None:
     params, given = read_params(), read_analysis()
-    instance = Instance(stage="cosine")
-    run_alone(
-        instance, shards=params.phase1.shards, be_a_rank=lambda folder: compute_cosines(params, given, instance, folder)
-    )
+    run_alone(COSINE, shards=params.phase1.shards, be_a_rank=lambda folder: compute_cosines(params, given, folder))
 
 
-def compute_cosines(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
+def compute_cosines(params: Params, given: Analysis, folder: JobFolder) -> None:
     """Be one of the ranks."""
     from swap_pipeline.analysis.gradient_direction import run_cosine_job, snapshots_of_phase1, snapshots_of_worker
     from swap_pipeline.config.common_params import setting_of
@@ -51,10 +50,10 @@ def compute_cosines(params: Params, given: Analysis, instance: Instance, folder:
     with process_group() as group:
         run_cosine_job(
             [snapshot for snapshots in course for snapshot in snapshots] if kept_on_the_way else [],
-            swap=Instance(stage="phase3").model,
+            swap=PHASE3.model,
             gradient_images=given.gradient_images,
             label_smoothing=params.optimizer.label_smoothing,
-            name=instance.name,
+            name=COSINE.name,
             setting=setting_of(params),
             statistics=params.phase3,
             group=group,

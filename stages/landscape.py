@@ -11,26 +11,23 @@ from __future__ import annotations
 import click
 
 from swap_pipeline.analysis.params import Analysis, read_analysis
-from swap_pipeline.config.instances import PHASE1, Instance, worker
+from swap_pipeline.config.instances import PHASE1, PHASE3, Instance, worker
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.launch.stage_jobs import run_alone
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.stage_process import run_stage
 
+LANDSCAPE = Instance(stage="landscape")
+
 
 @click.command(help=__doc__)
 def main() -> None:
     params, given = read_params(), read_analysis()
-    instance = Instance(stage="landscape")
-    run_alone(
-        instance,
-        shards=params.phase1.shards,
-        be_a_rank=lambda folder: compute_landscapes(params, given, instance, folder),
-    )
+    run_alone(LANDSCAPE, shards=params.phase1.shards, be_a_rank=lambda folder: compute_planes(params, given, folder))
 
 
-def compute_landscapes(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
+def compute_planes(params: Params, given: Analysis, folder: JobFolder) -> None:
     """Be one of the ranks."""
     from swap_pipeline.analysis.landscape_job import run_landscape_job
     from swap_pipeline.config.common_params import setting_of
@@ -40,12 +37,12 @@ def compute_landscapes(params: Params, given: Analysis, instance: Instance, fold
         run_landscape_job(
             lb=PHASE1.model,
             workers={seed: worker(seed).model for seed in params.workers.seeds},
-            swap=Instance(stage="phase3").model,
+            swap=PHASE3.model,
             grid=given.grid,
             margin=given.margin,
             train_images=given.train_images,
             test_images=given.test_images,
-            name=instance.name,
+            name=LANDSCAPE.name,
             setting=setting_of(params),
             statistics=params.phase3,
             group=group,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.config.instances import Instance, worker
+from swap_pipeline.config.instances import PHASE3, Instance, worker
 from swap_pipeline.config.kept_models import models_if_ended
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
@@ -23,8 +23,6 @@ from swap_pipeline.runtime.inputs import check_trained_alike
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.rank import is_rank
 from swap_pipeline.runtime.stage_process import run_stage
-
-PHASE3 = Instance(stage="phase3")
 
 
 @click.command(help=__doc__)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from swap_pipeline.config.instances import PHASE1, PHASE3, worker
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.runtime.inputs import inputs_stay
 from swap_pipeline.runtime.stage_process import run_stage
@@ -26,8 +27,8 @@ def main() -> None:
     from swap_pipeline.report.summary import curves_csv, result_rows, result_table, summarise
     from swap_pipeline.storage.files import read_json, write_json, write_text
 
-    phase1, phase3 = read_json(Path("metrics/phase1.json")), read_json(Path("metrics/phase3.json"))
-    workers = {seed: read_json(Path(f"metrics/phase2/seed_{seed}.json")) for seed in params.workers.seeds}
+    phase1, phase3 = read_json(PHASE1.record), read_json(PHASE3.record)
+    workers = {seed: read_json(worker(seed).record) for seed in params.workers.seeds}
     cycles = params.phase2.cycles
     summary = summarise(phase1, workers, phase3, cycles=cycles)
     rows = result_rows(phase1, workers, phase3, cycles=cycles)
@@ -39,7 +40,7 @@ def main() -> None:
         draw_schedules(planned_courses(params)),
     ]
     pictures = figures.save(drawings, Path("report/figures"))
-    tree, environment = provenance.read_tree(Path("params.yaml")), provenance.environment()
+    tree, environment = provenance.read_sections(Path("params.yaml")), provenance.environment()
     origin = provenance.origin_of(tree)
     page = report_page(
         phase1,

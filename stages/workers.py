@@ -18,17 +18,16 @@ from swap_pipeline.launch.stage_jobs import run_alone
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.stage_process import run_stage
 
+WORKERS = Instance(stage="workers")
+
 
 @click.command(help=__doc__)
 def main() -> None:
     params, given = read_params(), read_analysis()
-    instance = Instance(stage="workers")
-    run_alone(
-        instance, shards=params.phase1.shards, be_a_rank=lambda folder: average_some(params, given, instance, folder)
-    )
+    run_alone(WORKERS, shards=params.phase1.shards, be_a_rank=lambda folder: average_some(params, given, folder))
 
 
-def average_some(params: Params, given: Analysis, instance: Instance, folder: JobFolder) -> None:
+def average_some(params: Params, given: Analysis, folder: JobFolder) -> None:
     """Be one of the ranks."""
     from swap_pipeline.analysis.subsets import run_subsets_job
     from swap_pipeline.config.common_params import setting_of
@@ -43,7 +42,7 @@ def average_some(params: Params, given: Analysis, instance: Instance, folder: Jo
             {seed: [models / name for name in names] for seed, models in folders.items()},
             start=PHASE1.model,
             at_most=given.subsets,
-            name=instance.name,
+            name=WORKERS.name,
             setting=setting_of(params),
             statistics=params.phase3,
             group=group,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import reprlib
 import unicodedata
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,18 @@ _SHORT = _Short()
 def shown(value: Any) -> str:
     """A value from somebody's file, as Python writes it: on one line and never long."""
     return _SHORT.repr(value)
+
+
+def did_you_mean(name: Any, known: Iterable[str], *, otherwise: str | None = None) -> str:
+    """How to go on after a misspelt name: the closest of the known ones (of a mapping, what they stand for).
+
+    Where none is close, `otherwise`; by default all that are known.
+    """
+    meant = known if isinstance(known, Mapping) else {each: each for each in known}
+    by_lower = {each.lower(): meaning for each, meaning in meant.items()}
+    if closest := [by_lower[match] for match in difflib.get_close_matches(str(name).lower(), by_lower)]:
+        return f": did you mean {' or '.join(closest)}?"
+    return f" (known: {', '.join(meant.values())})" if otherwise is None else otherwise
 
 
 # Of the marks that no text shows, those that turn its direction around: what follows would read as something else.

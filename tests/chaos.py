@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import conftest
 import numpy as np
 from conftest import Project, make_project
 from PIL import Image
@@ -96,14 +97,12 @@ class Fault:
 def processes_in(folder: Path) -> dict[int, str]:
     """Living processes that work in a folder, with what they are: dvc, launcher, torchrun, rank."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and (entry / "cwd").readlink() == folder:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                found[int(entry.name)] = _role(words, variables)
-        except OSError:
-            continue
+    for pid in conftest.processes_in(folder):
+        with contextlib.suppress(OSError):
+            words, variables = (
+                Path(f"/proc/{pid}/{name}").read_bytes().split(b"\0") for name in ("cmdline", "environ")
+            )
+            found[pid] = _role(words, variables)
     return found
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +60,43 @@ class Clock:
     time = monotonic = perf_counter
 
 
+def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1, f"{done.returncode} {done.stdout} {done.stderr}"
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Living processes that work in a folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and (entry / "cwd").readlink() == folder:
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def pack(path: Path, files: Mapping[str, bytes]) -> str:
+    """A tar.gz of these files; returns its md5."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz", compresslevel=1) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
 @dataclass
 class Project:
     """A checkout that a test may do anything to."""
@@ -97,6 +138,9 @@ class Project:
     def stage(self, name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return self.run(sys.executable, "-m", f"stages.{name}", *arguments, check=False, **environment)
 
+    def swap(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.run(sys.executable, "-m", "swap_pipeline.cli", *arguments, check=False, **environment)
+
     def set_params(self, values: Mapping[str, Any]) -> None:
         set_params(self.root / "params.yaml", values)
 
@@ -109,14 +153,6 @@ class Project:
         tree = yaml.load(path.read_text())
         section, _, name = dotted.rpartition(".")
         tree[section].pop(name, None)
-        with path.open("w") as file:
-            yaml.dump(tree, file)
-
-    def remove_section(self, name: str) -> None:
-        yaml = YAML(typ="safe", pure=True)
-        path = self.root / "params.yaml"
-        tree = yaml.load(path.read_text())
-        del tree[name]
         with path.open("w") as file:
             yaml.dump(tree, file)
 

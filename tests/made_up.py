@@ -21,7 +21,7 @@ from swap_pipeline.cli.compare.tables import Records, Tables, make_tables
 from swap_pipeline.cli.compare.tabulate import write_tables
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import parse_params
-from swap_pipeline.report.provenance import read_tree
+from swap_pipeline.report.provenance import read_sections
 from swap_pipeline.storage.files import write_json
 
 Json = dict[str, Any]
@@ -249,7 +249,7 @@ def params_file(folder: Path, changes: Json | None = None, *, recipe: str = "fas
 def method_params(recipe: str, method: str) -> Params:
     """A recipe with what a method changes of it, as `swap compare` runs it."""
     with contextlib.chdir(ROOT):
-        return parse_params(read_methods(recipe).params(method, 0, read_tree(Path(f"recipes/{recipe}.yaml"))))
+        return parse_params(read_methods(recipe).params(method, 0, read_sections(Path(f"recipes/{recipe}.yaml"))))
 
 
 def lay_out(

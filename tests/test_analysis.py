@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from conftest import Project
-from test_resume import processes_in, wait_until
+from conftest import Project, processes_in, wait_until
 
 from swap_pipeline.cli.main import main
 

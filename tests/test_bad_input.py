@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Project
+from conftest import Project, assert_one_line
 
 from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
-
-
-def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stderr.startswith("error: "), done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    for word in words:
-        assert word in done.stderr
 
 
 def outs(project: Project, stage: str) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
-from conftest import ROOT, Project
+from conftest import ROOT, Project, assert_one_line
 from test_fuzz import BOMB
 
 from swap_pipeline.config.reading import read_params
@@ -29,17 +28,6 @@ HOSTILE_ROOTS: dict[str, tuple[str, str]] = {
     "nothing": ("nowhere", "does not exist"),
     "lines": ("a\nb", "does not exist"),
 }
-
-
-def swap(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return project.run(sys.executable, "-m", "swap_pipeline.cli", *arguments, check=False)
-
-
-def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1, done.stderr
-    for word in words:
-        assert word in done.stderr
 
 
 @pytest.mark.parametrize("name", HOSTILE_SEEDS)
@@ -99,13 +87,13 @@ def test_swap_check_says_in_one_line_what_dvc_would_not(
 ) -> None:
     finished.set_params(values)
 
-    assert_refused(swap(finished, "check"), "params.yaml: ", *words)
+    assert_one_line(finished.swap("check"), "params.yaml: ", *words)
 
 
 def test_swap_check_refuses_a_params_file_on_which_dvc_would_hang(project: Project) -> None:
     (project.root / "params.yaml").write_text(f"{BOMB}data: *l\n")
 
-    assert_refused(swap(project, "check"), "params.yaml: the file has more than 20,000 values")
+    assert_one_line(project.swap("check"), "params.yaml: the file has more than 20,000 values")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "link to a pipe"])
@@ -122,7 +110,7 @@ def test_swap_check_names_what_dvc_would_wait_for_in_the_folder_of_images(projec
     (path.parent / "0.png").symlink_to("nowhere")
 
     what = "a device" if kind == "link to a device" else "a pipe"
-    assert_refused(swap(project, "check"), f"'data/raw/train/ant/1.png' is {what}")
+    assert_one_line(project.swap("check"), f"'data/raw/train/ant/1.png' is {what}")
 
 
 def test_swap_check_has_no_objection_to_any_recipe_and_needs_no_torch(project: Project) -> None:
@@ -130,7 +118,7 @@ def test_swap_check_has_no_objection_to_any_recipe_and_needs_no_torch(project: P
     assert recipes
     for recipe in recipes:
         (project.root / read_params(recipe).data.root).mkdir(exist_ok=True)
-        done = swap(project, "check", "--params", str(recipe))
+        done = project.swap("check", "--params", str(recipe))
         assert done.returncode == 0 and done.stdout.startswith(f"{recipe} is fine"), done.stderr
     code = "import sys; from swap_pipeline.datasets.check import check; check(); sys.exit('torch' in sys.modules)"
     assert project.run(sys.executable, "-c", code, check=False).returncode == 0
@@ -148,7 +136,7 @@ def test_params_that_change_without_harm_are_checked_anew_and_nothing_is_prepare
 def test_doctor_says_what_check_says(project: Project) -> None:
     project.set_params({"data.root": "data"})
 
-    done = swap(project, "doctor")
+    done = project.swap("doctor")
 
     assert done.returncode == 1
     assert "params.yaml: data.root is 'data', which overlaps with" in done.stdout
@@ -170,7 +158,7 @@ def test_a_worker_is_chosen_by_hand_or_by_the_name_that_dvc_gives(finished: Proj
         done.stdout for done in (by_hand, under_dvc, from_elsewhere) if "phase2 seed 1: trained before" in done.stdout
     ]
     assert len(taken) == 3
-    assert_refused(nowhere, "--seed is missing")
+    assert_one_line(nowhere, "--seed is missing")
 
 
 def test_from_another_folder_dvc_trains_the_same_workers(finished: Project) -> None:

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 from conftest import Project
 
-from swap_pipeline.cli.clean import freed_bytes, in_bytes, job_folders, look, remove
+from swap_pipeline.cli.amounts import in_bytes
+from swap_pipeline.cli.clean import freed_bytes, job_folders, look, remove
 from swap_pipeline.cli.main import main
 from swap_pipeline.launch.jobs import load, save
 from swap_pipeline.runtime.inputs import fingerprint

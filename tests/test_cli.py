@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,10 +16,6 @@ from swap_pipeline import load_model
 from swap_pipeline.storage.tensor_files import TensorFile
 
 MODEL = "checkpoints/phase3/model.safetensors"
-
-
-def swap(project: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return project.run(sys.executable, "-m", "swap_pipeline.cli", *arguments, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +43,7 @@ def test_predict_prints_the_class_and_probability_of_each_image(
         for picture, probability, index in zip(pictures, best.values.tolist(), best.indices.tolist(), strict=True)
     ]
 
-    done = swap(finished_project, "predict", *map(str, pictures))
+    done = finished_project.swap("predict", *map(str, pictures))
 
     assert done.stdout.splitlines() == expected
 
@@ -58,7 +53,7 @@ def test_predict_takes_colour_images_of_any_size(
 ) -> None:
     large = tmp_path / "large.png"
     Image.open(pictures[0]).convert("RGBA").resize((112, 112), Image.Resampling.NEAREST).save(large)
-    done = swap(finished_project, "predict", "--top", "10", str(large))
+    done = finished_project.swap("predict", "--top", "10", str(large))
     assert len(done.stdout.splitlines()) == 10
     total = sum(float(line.split("\t")[2].removesuffix(" %")) for line in done.stdout.splitlines())
     assert total == pytest.approx(100, abs=0.1)
@@ -67,7 +62,7 @@ def test_predict_takes_colour_images_of_any_size(
 def test_predict_scales_sixteen_bits_to_eight(finished_project: Project, pictures: list[Path], tmp_path: Path) -> None:
     deep = tmp_path / "deep.png"
     Image.fromarray(np.asarray(Image.open(pictures[0])).astype(np.uint16) * 257).save(deep)
-    plain, scaled = (swap(finished_project, "predict", str(path)).stdout for path in (pictures[0], deep))
+    plain, scaled = (finished_project.swap("predict", str(path)).stdout for path in (pictures[0], deep))
     assert scaled.split("\t")[1:] == plain.split("\t")[1:]
 
 
@@ -81,7 +76,7 @@ def test_predict_names_what_it_cannot_read(finished_project: Project, pictures: 
         (str(pictures[0]), "--model", "data/prepared/test.safetensors"): "test.safetensors is not a checkpoint",
     }
     for arguments, words in cases.items():
-        done = swap(finished_project, "predict", *arguments)
+        done = finished_project.swap("predict", *arguments)
         assert done.returncode == 1
         assert done.stderr.startswith("error: ") and words in done.stderr
         assert len(done.stderr.splitlines()) == 1
@@ -105,7 +100,7 @@ def test_params_lists_those_of_the_project_or_of_a_recipe_without_torch(finished
     )
     here = finished_project.run(sys.executable, "-c", code)
     assert "* phase1.max_epochs           3\n" in here.stdout
-    done = swap(finished_project, "params", "recipes/cifar10.yaml", "--json")
+    done = finished_project.swap("params", "recipes/cifar10.yaml", "--json")
     found = {entry["key"]: entry for entry in json.loads(done.stdout)}
     assert found["phase1.shards"] == {
         "key": "phase1.shards",
@@ -118,7 +113,7 @@ def test_params_lists_those_of_the_project_or_of_a_recipe_without_torch(finished
 
 def test_params_of_a_bad_file_end_in_one_line(finished_project: Project, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("recipe: mine\nphase4: {}\n")
-    done = swap(finished_project, "params", str(tmp_path / "bad.yaml"))
+    done = finished_project.swap("params", str(tmp_path / "bad.yaml"))
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(f"error: {tmp_path}/bad.yaml: phase4 is not a known parameter")
     assert len(done.stderr.splitlines()) == 1
@@ -127,4 +122,4 @@ def test_params_of_a_bad_file_end_in_one_line(finished_project: Project, tmp_pat
 def test_help_answers_without_torch(finished_project: Project) -> None:
     code = "import sys, swap_pipeline.cli.main, swap_pipeline.launch.stage_jobs; sys.exit('torch' in sys.modules)"
     assert finished_project.run(sys.executable, "-c", code, check=False).returncode == 0
-    assert "predict" in swap(finished_project, "--help").stdout
+    assert "predict" in finished_project.swap("--help").stdout

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import ROOT, wait_until
 from filelock import FileLock
 from ruamel.yaml import YAML
 from stand_in import RUNS, make_stand_in
@@ -112,13 +111,6 @@ class StandIn:
 
     def folders(self) -> list[Path]:
         return list((self.root / ".dvc/tmp/exps/standalone").glob("tmp*"))
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + SLOW
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 def recipe() -> str:
@@ -247,11 +239,11 @@ def test_methods_that_leave_devices_free_run_side_by_side_once_what_they_share_i
     fresh.hold("prepare")
     fresh.hold("phase1")
     with fresh.start("--methods", "small_batch", "--seeds", "0,1") as process:
-        wait_for(lambda: "prepare small_batch-0" in fresh.ran())
+        wait_until(lambda: "prepare small_batch-0" in fresh.ran())
         time.sleep(1)  # it looks five times a second for what can start
         assert not fresh.has_started("small_batch-1")
         fresh.let_go("prepare")
-        wait_for(lambda: {"phase1 small_batch-0", "phase1 small_batch-1"} <= set(fresh.ran()))
+        wait_until(lambda: {"phase1 small_batch-0", "phase1 small_batch-1"} <= set(fresh.ran()))
         assert "prepare small_batch-1" not in fresh.ran()
         second = fresh.swap("compare", check=False)
         assert "error: another `swap compare` is running here" in second.stderr
@@ -263,7 +255,7 @@ def test_methods_that_leave_devices_free_run_side_by_side_once_what_they_share_i
 def test_at_most_so_many_jobs_run_side_by_side(fresh: StandIn) -> None:
     fresh.hold("phase3")
     with fresh.start("--methods", "small_batch", "--seeds", "0,1", "--jobs", "1") as process:
-        wait_for(lambda: "phase3 small_batch-0" in fresh.ran())
+        wait_until(lambda: "phase3 small_batch-0" in fresh.ran())
         time.sleep(1)
         assert not fresh.has_started("small_batch-1")
         fresh.let_go("phase3")
@@ -278,7 +270,7 @@ def test_a_killed_comparison_resumes_and_nothing_of_it_is_left(compared: StandIn
     compared.forget_runs()
     compared.hold("phase2")
     with compared.start() as process:
-        wait_for(lambda: "phase2 small_batch-0" in compared.ran())
+        wait_until(lambda: "phase2 small_batch-0" in compared.ran())
         process.kill()
     left = compared.processes()
     assert left and compared.folders()
@@ -286,7 +278,9 @@ def test_a_killed_comparison_resumes_and_nothing_of_it_is_left(compared: StandIn
         for one in left:
             if victims == "everything" or "dvc" in one.cmdline():
                 one.kill()
-        wait_for(lambda: not [one for one in compared.processes() if victims == "everything" or "dvc" in one.cmdline()])
+        wait_until(
+            lambda: not [one for one in compared.processes() if victims == "everything" or "dvc" in one.cmdline()]
+        )
     assert "new-small_batch-0" in compared.shown()  # with figures that are not its own
 
     stale = {one.pid for one in compared.processes()}
@@ -305,7 +299,7 @@ def test_an_interrupted_comparison_ends_what_it_started_and_keeps_edits(fresh: S
     edited = (fresh.root / "params.yaml").read_text()
     fresh.hold("phase1")
     with fresh.start("--methods", "small_batch") as process:
-        wait_for(lambda: "phase1 small_batch-0" in fresh.ran())
+        wait_until(lambda: "phase1 small_batch-0" in fresh.ran())
         process.send_signal(number)
         output, _ = process.communicate(timeout=SLOW)
         assert process.returncode == 130
@@ -333,7 +327,7 @@ def test_edits_that_a_dvc_killed_at_its_start_had_put_away_are_not_lost(fresh: S
     fresh.edit("params.yaml", "# The default", "# An edit that is not committed")
     edited = (fresh.root / "params.yaml").read_text()
     with fresh.start("--methods", "small_batch") as process:
-        wait_for((fresh.root / ".git/refs/stash").exists)
+        wait_until((fresh.root / ".git/refs/stash").exists)
         for one in fresh.processes():
             one.kill()
         process.kill()
@@ -408,7 +402,7 @@ def _no_methods(project: StandIn) -> None:
             (),
             "params.yaml: data.root is nowhere, which does not exist: put the data there, or correct it",
         ),
-        (lambda project: None, ("--methods", "swop"), "has no method 'swop' (known: swap, small_batch, swa_large_"),
+        (lambda project: None, ("--methods", "swop"), "has no method 'swop': did you mean swap?"),
         (lambda project: None, ("--seeds", "0,x"), "--seeds has 'x': write whole numbers, such as 0,1,2"),
     ],
 )

@@ -157,7 +157,7 @@ def test_a_disk_that_is_too_small_is_told_with_both_figures(
 
     (told,) = found("disk", status)
 
-    assert "1 kB are free, a whole run writes up to 32.7 MB: " in told
+    assert "1.00 kB are free, a whole run writes up to 32.7 MB: " in told
 
 
 def test_the_bytes_of_a_run_count_every_model_that_it_writes(here: Project) -> None:
@@ -194,7 +194,7 @@ def test_stale_scratch_is_told_with_its_size(here: Project) -> None:
 
     (told,) = found("scratch", "note")
 
-    assert "1 are of no listed run, `swap clean` frees 5 MB" in told
+    assert "1 are of no listed run, `swap clean` frees 5.00 MB" in told
 
 
 def test_the_link_type_is_the_one_that_dvc_would_use(here: Project) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Project
+from conftest import Project, assert_one_line
 from PIL import Image
 
 from swap_pipeline.datasets.image_folders import EXTENSIONS
@@ -29,13 +29,6 @@ def swap(project: Project, *arguments: str, **environment: str) -> subprocess.Co
     """Ended after two minutes, with exit code 124: what hangs must not stop the other tests."""
     command = ("timeout", "120", sys.executable, "-m", "swap_pipeline.cli", *arguments)
     return project.run(*command, check=False, **environment)
-
-
-def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 1, f"{done.returncode} {done.stdout} {done.stderr}"
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    for word in words:
-        assert word in done.stderr
 
 
 def assert_one_bad_image(done: subprocess.CompletedProcess[str], words: str) -> None:

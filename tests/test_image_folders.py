@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import xxhash
-from conftest import Project
+from conftest import Project, wait_until
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors import safe_open
@@ -515,13 +514,6 @@ def descendants(pid: int) -> list[int]:
     except FileNotFoundError:
         return []
     return [*children, *(pid for child in children for pid in descendants(child))]
-
-
-def wait_until(true: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.05)
 
 
 def is_running(pid: int) -> bool:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Project
-from test_resume import processes_in, wait_until
+from conftest import Project, processes_in, wait_until
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 

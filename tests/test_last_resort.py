@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import Project
+from conftest import Project, assert_one_line
 
 from swap_pipeline.runtime.last_resort import line_of
 
@@ -30,13 +29,6 @@ def sabotaged(project: Project, *, target: str, error: str, in_rank: bool) -> st
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(SABOTAGE.format(target=target, error=error, in_rank=in_rank))
     return f"{folder}:{project.root}"
-
-
-def assert_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
-    assert done.returncode == 1, f"{done.returncode} {done.stdout} {done.stderr}"
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    for word in words:
-        assert word in done.stderr
 
 
 def a_file(path: Path) -> None:
@@ -157,9 +149,7 @@ def test_numbers_with_thousands_of_digits_are_refused_wherever_one_is_asked_for(
     digits = "9" * 5000
     for arguments in (
         ("plan", "--gpus", digits),
-        ("plan", "--nodes", digits),
         ("plan", "--images-per-second", digits),
-        ("plan", "--link", digits),
         ("predict", "x.png", "--top", digits),
     ):
         done = finished.run(sys.executable, "-m", "swap_pipeline.cli", *arguments, check=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Project, made_once, make_project
+from conftest import Project, made_once, make_project, processes_in, wait_until
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -222,30 +222,11 @@ def test_loaders_of_a_killed_rank_end_too(own: Project) -> None:
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 120
-    while not list((own.root / ".swap/phase2").glob("*/snapshot_*.safetensors")):
-        assert time.monotonic() < deadline and launcher.poll() is None
-        time.sleep(0.01)
-    mine = _processes_in(own.root)
-    assert len(mine) >= 4  # launcher, rank, loaders
+    wait_until(lambda: list((own.root / ".swap/phase2").glob("*/snapshot_*.safetensors")), seconds=120)
+    assert len(processes_in(own.root)) >= 4  # launcher, rank, loaders
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
-    deadline = time.monotonic() + 60
-    while _processes_in(own.root):
-        assert time.monotonic() < deadline, "loaders are still there"
-        time.sleep(0.2)
-
-
-def _processes_in(folder: Path) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                if (entry / "cwd").resolve() == folder and (entry / "stat").read_text().split(")")[1].split()[0] != "Z":
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found
+    wait_until(lambda: not processes_in(own.root), seconds=60)
 
 
 @pytest.mark.parametrize(

@@ -774,7 +774,6 @@ def test_swap_plan_measures_this_machine_and_fits_a_pipe(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--nodes", "2"), "--nodes needs --gpus, how many there are on all nodes together, and --link between them"),
         (("--plot", "plan.pdf"), "--plot plan.pdf: name a file that ends in .svg or .png"),
         (("--params", "nowhere.yaml"), "nowhere.yaml not found"),
     ],

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import math
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, set_params
+from conftest import ROOT, pack, set_params
 from PIL import Image
 from safetensors.numpy import load_file
 
 from stages.phase1 import train_phase1
 from stages.phase2 import train_worker
-from stages.phase3 import PHASE3, average_workers, models_after
-from swap_pipeline.config.instances import PHASE1, Instance, worker
+from stages.phase3 import average_workers, models_after
+from swap_pipeline.config.instances import PHASE1, PHASE3, Instance, worker
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.config.schedules import by_epoch
@@ -43,21 +41,11 @@ def records(count: int, label_bytes: int, classes: int) -> bytes:
     return made.tobytes()
 
 
-def archive(path: Path, members: dict[str, bytes]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz", compresslevel=1) as tar:
-        for name, content in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return hashlib.md5(path.read_bytes()).hexdigest()
-
-
 def cifar10(num_train: int, patch: pytest.MonkeyPatch) -> None:
     members = {f"cifar-10-batches-bin/data_batch_{i}.bin": records(num_train // 5, 1, 10) for i in range(1, 6)}
     members["cifar-10-batches-bin/test_batch.bin"] = records(100, 1, 10)
     members["cifar-10-batches-bin/batches.meta.txt"] = "\n".join(f"class {i}" for i in range(10)).encode()
-    patch.setattr(arrays, "CIFAR10_MD5", archive(Path("data/raw/cifar-10-binary.tar.gz"), members))
+    patch.setattr(arrays, "CIFAR10_MD5", pack(Path("data/raw/cifar-10-binary.tar.gz"), members))
 
 
 def cifar100(num_train: int, patch: pytest.MonkeyPatch) -> None:
@@ -66,7 +54,7 @@ def cifar100(num_train: int, patch: pytest.MonkeyPatch) -> None:
         "cifar-100-binary/test.bin": records(200, 2, 100),
         "cifar-100-binary/fine_label_names.txt": "\n".join(f"class {i}" for i in range(100)).encode(),
     }
-    patch.setattr(arrays, "CIFAR100_MD5", archive(Path("data/raw/cifar-100-binary.tar.gz"), members))
+    patch.setattr(arrays, "CIFAR100_MD5", pack(Path("data/raw/cifar-100-binary.tar.gz"), members))
 
 
 def fashion_mnist(num_train: int, patch: pytest.MonkeyPatch) -> None:

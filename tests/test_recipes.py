@@ -21,7 +21,7 @@ from swap_pipeline.config.params import Augment, Optimizer, Params, Phase1, Phas
 from swap_pipeline.config.reading import parse_params, read_params
 from swap_pipeline.config.schedules import by_epoch, learning_rate_of
 from swap_pipeline.data.epochs import batch_share, draw_epoch, steps_per_epoch
-from swap_pipeline.report.provenance import read_tree
+from swap_pipeline.report.provenance import read_sections
 
 NAMES = (
     "cifar10",
@@ -43,7 +43,7 @@ def recipe(name: str) -> Params:
 def of_method(name: str, method: str) -> Params:
     """A recipe as one of its methods has it."""
     with contextlib.chdir(ROOT):
-        return parse_params(read_methods(name).params(method, 0, read_tree(Path(f"recipes/{name}.yaml"))))
+        return parse_params(read_methods(name).params(method, 0, read_sections(Path(f"recipes/{name}.yaml"))))
 
 
 METHODS = {

@@ -7,12 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Project, made_once
+from conftest import Project, made_once, processes_in, wait_until
 
 from swap_pipeline.launch.devices import this_machine
 from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
@@ -24,25 +23,6 @@ LONGER = {"phase1.shards": 2, "phase1.max_epochs": 30, "phase2.epochs": 30, "wor
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return made_once("undisturbed", LONGER, tmp_path_factory, **TWO_RANKS)
-
-
-def processes_in(folder: Path) -> list[int]:
-    """Living processes that work in a folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and (entry / "cwd").readlink() == folder:
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
 
 
 def start_and_signal(project: Project, when: Callable[[], bool], number: int, *arguments: str) -> int:

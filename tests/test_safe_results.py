@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Project, set_params
-from test_resume import flip_a_byte, wait_until
+from conftest import Project, set_params, wait_until
+from test_resume import flip_a_byte
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.inputs import hash_of, inputs_stay

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swap_pipeline.cli.amounts import in_bytes
 from swap_pipeline.config.instances import ANALYSES, PHASE1, Instance, worker
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
@@ -196,12 +197,3 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
                 yield (Path(parent) / name).lstat()
             except FileNotFoundError:  # a job at work comes and goes
                 continue
-
-
-def in_bytes(number: float) -> str:
-    """`1.2 GB`."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}" if unit != "bytes" else f"{number:.0f} bytes"
-        number /= 1000
-    return f"{number:.3g} TB"

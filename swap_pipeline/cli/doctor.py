@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from swap_pipeline.analysis.params import ANALYSIS_PARAMS, read_analysis
-from swap_pipeline.cli.clean import in_bytes, look
+from swap_pipeline.cli.amounts import in_bytes
+from swap_pipeline.cli.clean import look
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.datasets.check import check

@@ -42,6 +42,16 @@ class _Commands(click.Group):
             sys.exit(1)
 
 
+params_option = click.option(
+    "--params",
+    "file",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="The file to look at; any recipe will do.",
+)
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="swap-pipeline")
 def main() -> None:
@@ -60,7 +70,7 @@ def use(name: str | None, force: bool) -> None:
     A recipe is a complete params file: an experiment of the paper, or one made smaller. params.yaml is not overwritten
     if that would lose edits.
     """
-    from swap_pipeline.cli.recipes import data_needed, list_recipes, origin_of_params, use_recipe
+    from swap_pipeline.cli.recipes import data_needed, list_recipes, recipe_of_params, use_recipe
 
     if name is not None:
         data = use_recipe(name, force=force).data
@@ -69,12 +79,12 @@ def use(name: str | None, force: bool) -> None:
         _say("next: `swap plan` shows what it will do, `dvc repro` does it")
         return
     recipes = list_recipes()
-    origin = origin_of_params(recipes)
+    chosen, equal = recipe_of_params(recipes)
     widest = max(len(recipe.name) for recipe in recipes)
     for recipe in recipes:
-        mark = "*" if origin is not None and recipe.name == origin.recipe else " "
+        mark = "*" if recipe.name == chosen else " "
         _say(f"{mark} {recipe.name:{widest}}  {recipe.summary}")
-    now = "none of these" if origin is None else f"{origin.recipe}{', edited' if origin.edited else ''}"
+    now = "none of these" if chosen is None else f"{chosen}{'' if equal else ', edited'}"
     _say(f"params.yaml is {now}; `swap use NAME` writes a recipe there")
 
 
@@ -94,39 +104,19 @@ def list_params(file: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option(
-    "--params",
-    "file",
-    type=click.Path(path_type=Path),
-    default=Path("params.yaml"),
-    show_default=True,
-    help="What to plan; any recipe will do.",
-)
+@params_option
 @click.option("--gpus", type=click.IntRange(min=1), help="Plan for this many GPUs instead of what this machine has.")
-@click.option(
-    "--nodes",
-    type=click.IntRange(min=1),
-    help="With --link: the GPUs are spread over this many nodes.",
-)
 @click.option(
     "--images-per-second",
     type=click.FloatRange(min=0, min_open=True, max=1e12),
     help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
-)
-@click.option(
-    "--link",
-    type=click.FloatRange(min=0, min_open=True, max=1e12),
-    metavar="GB/S",
-    help="Bandwidth between GPUs: also show what the exchange of gradients and the files take, as in docs/scaling.md.",
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the schedules into this .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON.")
 def plan(
     file: Path,
     gpus: int | None,
-    nodes: int | None,
     images_per_second: float | None,
-    link: float | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -143,14 +133,7 @@ def plan(
     from swap_pipeline.cli.plan.forecast import make_forecast
     from swap_pipeline.cli.plan.text import json_of, text_of
 
-    forecast = make_forecast(
-        params,
-        file=file,
-        num_gpus=gpus,
-        num_nodes=nodes,
-        images_per_second=images_per_second,
-        link_gigabytes=link,
-    )
+    forecast = make_forecast(params, file=file, num_gpus=gpus, images_per_second=images_per_second)
     if plot is not None:
         draw(forecast.plan, plot, title=forecast.title)
         _say(f"drawn: {plot}", err=True)
@@ -261,14 +244,7 @@ def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) ->
 
 
 @main.command()
-@click.option(
-    "--params",
-    "file",
-    type=click.Path(path_type=Path),
-    default=Path("params.yaml"),
-    show_default=True,
-    help="What is to be run.",
-)
+@params_option
 @click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
 def doctor(file: Path, as_json: bool) -> None:
     """Look at what a person would check first; exit code 1 if `dvc repro` would not get through.
@@ -284,14 +260,7 @@ def doctor(file: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option(
-    "--params",
-    "file",
-    type=click.Path(path_type=Path),
-    default=Path("params.yaml"),
-    show_default=True,
-    help="What is to be run.",
-)
+@params_option
 def check(file: Path) -> None:
     """Check a params file in a moment: its entries, and what DVC will make of them.
 
@@ -312,7 +281,8 @@ def clean(yes: bool, dry_run: bool, everything: bool) -> None:
 
     Jobs at work are never touched, nor are checkpoints, metrics and DVC's cache.
     """
-    from swap_pipeline.cli.clean import in_bytes, look, remove
+    from swap_pipeline.cli.amounts import in_bytes
+    from swap_pipeline.cli.clean import look, remove
 
     entries = look(everything=everything)
     stale = [entry for entry in entries if not entry.is_needed and not entry.is_running]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, did_you_mean
 from swap_pipeline.report.git import git
 from swap_pipeline.storage.files import atomic_write, read_plain
 
@@ -29,14 +28,6 @@ class Recipe:
         first = self.content.decode(errors="replace").split("\n", 1)[0]
         shown = "".join(letter for letter in first if letter.isprintable())
         return shown.lstrip("#").strip() if shown.startswith("#") else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where `params.yaml` comes from."""
-
-    recipe: str
-    edited: bool
 
 
 def list_recipes() -> list[Recipe]:
@@ -61,14 +52,14 @@ def _read(path: Path) -> bytes:
         raise SwapError(f"{path} cannot be read ({error.strerror or error}): repair or remove it") from None
 
 
-def origin_of_params(recipes: list[Recipe]) -> Origin | None:
-    """The recipe that `params.yaml` equals, or says that it came from; None if it is of another making, or missing."""
+def recipe_of_params(recipes: list[Recipe]) -> tuple[str | None, bool]:
+    """The recipe that `params.yaml` says it came from, and whether it equals it; None if it is of another making."""
     content = _read_params_file()
     for recipe in recipes:
         if recipe.content == content:
-            return Origin(recipe=recipe.name, edited=False)
+            return recipe.name, True
     said = _recipe_entry(content or b"")
-    return Origin(recipe=said, edited=True) if said in {recipe.name for recipe in recipes} else None
+    return said if said in {recipe.name for recipe in recipes} else None, False
 
 
 def use_recipe(name: str, *, force: bool) -> Params:
@@ -76,7 +67,8 @@ def use_recipe(name: str, *, force: bool) -> Params:
     recipes = list_recipes()
     chosen = next((recipe for recipe in recipes if recipe.name == name), None)
     if chosen is None:
-        raise SwapError(f"there is no recipe {name!r}{_closest(name, [recipe.name for recipe in recipes])}")
+        bare = Path(name).name.removesuffix(".yaml")  # also what a shell completes from the folder
+        raise SwapError(f"there is no recipe {name!r}{did_you_mean(bare, [recipe.name for recipe in recipes])}")
     params = read_params(chosen.path)  # names the file, if it is not valid
     current = _read_params_file()
     unique = current is not None and all(recipe.content != current for recipe in recipes)
@@ -120,9 +112,3 @@ def _is_committed(path: Path) -> bool:
     committed = git("rev-parse", "--verify", "--quiet", f"HEAD:./{path}")
     # hash-object converts line ends as a commit would, where git is set up for that.
     return committed is not None and committed == git("hash-object", "--", str(path))
-
-
-def _closest(name: str, known: list[str]) -> str:
-    bare = Path(name).name.removesuffix(".yaml").lower()  # also what a shell completes from the folder
-    matches = difflib.get_close_matches(bare, known, n=3, cutoff=0.5)
-    return f": did you mean {' or '.join(matches)}?" if matches else f" (known: {', '.join(known)})"

@@ -78,6 +78,7 @@ class Instance:
 
 
 PHASE1 = Instance(stage="phase1")
+PHASE3 = Instance(stage="phase3")
 
 
 def worker(seed: int) -> Instance:

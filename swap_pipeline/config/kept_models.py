@@ -12,6 +12,10 @@ def label_of_epoch(epoch: int) -> str:
     return f"epoch_{epoch}"
 
 
+def epoch_of_label(label: str) -> int:
+    return int(label.removeprefix("epoch_"))
+
+
 def _of_epoch(epoch: int) -> str:
     return f"{label_of_epoch(epoch)}.safetensors"
 

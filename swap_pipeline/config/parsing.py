@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import sys
 import types
@@ -13,8 +12,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from swap_pipeline.errors import SwapError, shown
-from swap_pipeline.storage.files import open_plain
+from swap_pipeline.errors import SwapError, did_you_mean, shown
+from swap_pipeline.storage.files import read_yaml
 
 # Far more than any params file has: what is beyond is a mistake, or somebody's bomb.
 _MAX_BYTES = 1 << 18
@@ -39,29 +38,12 @@ def knob(
 
 def read_tree(path: Path) -> Any:
     """What a params file says, not checked yet."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
     try:
-        with open_plain(path) as file:
-            content = file.read(_MAX_BYTES + 1)
+        return read_yaml(path, max_bytes=_MAX_BYTES)
     except FileNotFoundError:
         raise SwapError(f"{path} not found: run this from the project's root folder") from None
     except OSError as error:
         raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
-    if len(content) > _MAX_BYTES:
-        raise SwapError(
-            f"{path} has more than {_MAX_BYTES:,} bytes, too many for a params file: take one from recipes/"
-        )
-    try:
-        # YAML 1.2, as DVC reads it: PyYAML would make a string of `1e-3`.
-        return YAML(typ="safe", pure=True).load(content.decode())
-    except (YAMLError, UnicodeDecodeError) as error:
-        what = " ".join(str(error).split())
-        raise SwapError(f"{path} is not valid YAML: {what[:400]}") from None
-    except Exception as error:  # the reader lets through what its parts raise: dates that are none, deep nesting
-        what = " ".join(str(error).split())
-        raise SwapError(f"{path} is not valid YAML: {type(error).__name__}: {what[:400]}") from None
 
 
 def parse_as(kind: type[Kind], tree: Any, *, file: str) -> Kind:
@@ -153,7 +135,9 @@ def _parse_section(kind: Any, value: Any, *, key: str) -> Any:
     for name in value:
         if name not in fields:
             plain = isinstance(name, str) and name.isprintable() and len(name) <= 80
-            raise SwapError(f"{where}{name if plain else shown(name)} is not a known parameter{_closest(name, fields)}")
+            raise SwapError(
+                f"{where}{name if plain else shown(name)} is not a known parameter{did_you_mean(name, [*fields])}"
+            )
     for name, declared in fields.items():
         if name not in value and declared.default is dataclasses.MISSING:
             doc = declared.metadata.get("doc")
@@ -195,8 +179,3 @@ def _is_number(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return isinstance(value, str)
-
-
-def _closest(name: Any, known: Any) -> str:
-    matches = difflib.get_close_matches(str(name), list(known), n=1)
-    return f": did you mean {matches[0]}?" if matches else f" (known: {', '.join(known)})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from swap_pipeline.config.params import Data
 from swap_pipeline.datasets.arrays import FROM_ARRAYS
 from swap_pipeline.datasets.image_folders import FolderSplit, Looks, joined, look_at, processes_for, scan
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, did_you_mean
 from swap_pipeline.runtime.environment import find_root
 from swap_pipeline.storage.files import write_json
 from swap_pipeline.storage.image_files import shape_of
@@ -78,10 +77,7 @@ def prepare(data: Data, folder: Path) -> str:
 
 def unknown(name: str) -> SwapError:
     """What is said of a data set that nobody knows."""
-    known = [*FROM_ARRAYS, *TEST_FOLDERS]
-    closest = difflib.get_close_matches(name.lower(), known, n=2)
-    hint = f"did you mean {' or '.join(closest)}? Known are" if closest else "choose one of"
-    return SwapError(f"params.yaml: data.name is {name!r}: {hint} {', '.join(known)}")
+    return SwapError(f"params.yaml: data.name is {name!r}{did_you_mean(name, [*FROM_ARRAYS, *TEST_FOLDERS])}")
 
 
 def _write(folder: Path, made: _Prepared) -> None:

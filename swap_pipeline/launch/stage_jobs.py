@@ -12,7 +12,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from swap_pipeline.config.instances import Instance
@@ -154,11 +153,8 @@ def _say_unlisted(job: Job) -> None:
     """Once, in the first of the stages, is enough."""
     if job.instance.stage != "phase1":
         return
-    from ruamel.yaml import YAML
-
-    params = YAML(typ="safe", pure=True).load(Path("params.yaml").read_text(encoding="utf-8"))
     deps, _ = declared_stage(job.instance)
-    for file in unlisted_code(deps, params["model"]["name"]):
+    for file in unlisted_code(deps):
         print(
             f"note: {file} makes the network, but DVC does not know: list it in {job.instance.stage_file} under the "
             f"deps of every stage that trains or averages, so that `dvc repro` notices when you change it",

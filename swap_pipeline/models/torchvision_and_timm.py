@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, did_you_mean
 from swap_pipeline.runtime.job_folder import scratch_root
 from swap_pipeline.runtime.locks import Lock
-from swap_pipeline.runtime.user_code import did_you_mean, in_words
+from swap_pipeline.runtime.user_code import in_words
 
 _WEIGHTS = "set model.pretrained instead"
 _DATA = "the data decides that, leave it out"
@@ -109,7 +109,7 @@ def _closest(name: str) -> str:
     if library == "torchvision" or not colon:
         meant |= {each: f"torchvision:{each}" for each in _torchvision_names()}
     ways = "choose resnet9, torchvision:<name>, timm:<name> or your own, package.module:function"
-    return did_you_mean(short if colon else name, meant) or f": {ways}"
+    return did_you_mean(short if colon else name, meant, otherwise=f": {ways}")
 
 
 def _from_torchvision(description: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -197,8 +197,8 @@ def _no_gamma(name: str) -> SwapError:
 
 
 def _no_option(name: str, key: str, known: Collection[str]) -> SwapError:
-    hint = did_you_mean(key, {each: each for each in known})
-    return SwapError(f"model.options.{key} is no option of {name}{hint or ': leave it out'}")
+    hint = did_you_mean(key, known, otherwise=": leave it out")
+    return SwapError(f"model.options.{key} is no option of {name}{hint}")
 
 
 @contextlib.contextmanager

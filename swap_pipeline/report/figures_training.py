@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from swap_pipeline.config.kept_models import epoch_of_label
 from swap_pipeline.report.figures import COLOURS, DASHES, GREY, Drawing, grid, new_figure, style, whole_epochs
 from swap_pipeline.report.figures_schedules import Course
 
@@ -31,7 +32,9 @@ def draw_training(
     handover = phase1["epochs"]
     before = _accuracies(phase1)
     after = {seed: _accuracies(worker, handover) for seed, worker in workers.items() if worker["epochs"]}
-    average: Curve = [(handover + _epoch_of(point), point["test_accuracy"]) for point in averaged if after]
+    average: Curve = [
+        (handover + epoch_of_label(point["label"]), point["test_accuracy"]) for point in averaged if after
+    ]
     with style():
         figure = new_figure(9, 4.8)
         layout, widths = (
@@ -94,10 +97,6 @@ def draw_training(
 
 def _accuracies(record: Mapping[str, Any], before: int = 0) -> Curve:
     return [(before + row["epoch"], row["test_accuracy"]) for row in record["curve"]]
-
-
-def _epoch_of(point: Mapping[str, Any]) -> int:
-    return int(point["label"].removeprefix("epoch_"))
 
 
 def _draw_workers(axes: Axes, after: Mapping[int, Curve], average: Curve, prefix: str) -> dict[str, Any]:

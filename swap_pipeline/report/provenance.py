@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swap_pipeline.errors import SwapError
 from swap_pipeline.report.git import git
+from swap_pipeline.storage.files import read_yaml
 
 PACKAGES = ("swap-pipeline", "torch", "torchvision", "numpy", "dvc", "matplotlib")
 _MISSING = object()
@@ -35,11 +37,9 @@ class Origin:
     changes: tuple[Change, ...]
 
 
-def read_tree(path: Path) -> dict[str, Any]:
-    """A YAML file as it is, unchecked; empty if it is no tree."""
-    from ruamel.yaml import YAML
-
-    tree = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+def read_sections(path: Path) -> dict[str, Any]:
+    """A YAML file as it is, unchecked; empty if it has no sections."""
+    tree = read_yaml(path)
     return tree if isinstance(tree, dict) else {}
 
 
@@ -65,15 +65,13 @@ def shown(value: Any) -> str:
 
 def origin_of(tree: Mapping[str, Any], *, recipes: Path = Path("recipes")) -> Origin:
     """Compare params with the recipe that they name."""
-    from ruamel.yaml.error import YAMLError
-
     name = str(tree.get("recipe"))
     path = next((path for path in sorted(recipes.glob("*.yaml")) if path.stem == name), None)
     if path is None:
         return Origin(recipe=name, problem=f"there is no {recipes}/{name}.yaml to compare with", changes=())
     try:
-        original = read_tree(path)
-    except (YAMLError, UnicodeDecodeError, OSError):
+        original = read_sections(path)
+    except (SwapError, OSError):
         return Origin(recipe=name, problem=f"{path} cannot be read", changes=())
     return Origin(recipe=name, problem=None, changes=tuple(changes_of(tree, original)))
 

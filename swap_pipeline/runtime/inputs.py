@@ -21,23 +21,20 @@ from typing import Any
 from swap_pipeline.config.instances import Instance
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.user_code import source_file
+from swap_pipeline.storage.files import parse_yaml
 
 CODE_STAMP = "SWAP_CODE_STAMP"
 """the launcher's `code_stamp` when it started this rank"""
 
 
-@functools.lru_cache(maxsize=8)
-def _parsed(text: str) -> Any:
-    """YAML takes tenths of a second, and `swap clean` asks for dozens of instances of a few files."""
-    from ruamel.yaml import YAML
-
-    return YAML(typ="safe", pure=True).load(text)
+# YAML takes tenths of a second, and `swap clean` asks for dozens of instances of a few files.
+_parsed = functools.lru_cache(maxsize=8)(parse_yaml)
 
 
 def declared_stage(instance: Instance) -> tuple[list[str], dict[str, list[str]]]:
     """What the instance's `dvc.yaml` lists for it: deps, and params by file (`` is the whole file); paths from here."""
     file = Path(instance.stage_file)
-    declared = _parsed(file.read_text(encoding="utf-8"))["stages"][instance.stage]
+    declared = _values(file)["stages"][instance.stage]
 
     def value_of(match: re.Match[str]) -> str:
         section, _, key = match[1].partition(".")
@@ -53,8 +50,8 @@ def declared_stage(instance: Instance) -> tuple[list[str], dict[str, list[str]]]
     return [from_here(path) for path in declared["deps"]], params
 
 
-def _values(params: str) -> Any:
-    return _parsed(Path(params).read_text(encoding="utf-8"))
+def _values(file: str | Path) -> Any:
+    return _parsed(Path(file).read_bytes(), name=str(file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +69,7 @@ class Inputs:
     def now(cls, instance: Instance, hash_path: Callable[[Path], Any] | None = None) -> Inputs:
         hash_path = hash_path or hash_of
         deps, keys = declared_stage(instance)
-        paths = (*deps, *unlisted_code(deps, _values("params.yaml")["model"]["name"]))
+        paths = (*deps, *unlisted_code(deps))
         return cls(
             instance=instance,
             deps={path: hash_path(Path(path)) for path in paths},
@@ -118,7 +115,7 @@ def code_stamp(instance: Instance) -> str:
     """Of all code and params that a rank of the instance reads: another one after any of them was written to."""
     deps, params = declared_stage(instance)
     code = [dep for dep in deps if {"stages", "swap_pipeline"} & set(Path(dep).parts)]
-    files = [*code, *params, *unlisted_code(deps, _values("params.yaml")["model"]["name"])]
+    files = [*code, *params, *unlisted_code(deps)]
     return hashlib.sha256(json.dumps({file: stamp_of(Path(file)) for file in files}).encode()).hexdigest()
 
 
@@ -130,7 +127,7 @@ def check_trained_alike(instances: Sequence[Instance]) -> None:
     lock = Path("dvc.lock")
     if not lock.exists():
         return
-    entries = _values(str(lock)).get("stages", {})
+    entries = _values(lock).get("stages", {})
     recorded = {instance: entries[instance.stage_name] for instance in instances if instance.stage_name in entries}
     for instance, entry in recorded.items():
         _, declared = declared_stage(instance)
@@ -150,11 +147,9 @@ def check_trained_alike(instances: Sequence[Instance]) -> None:
 
 def _inputs_if_any(instance: Instance, hash_path: Callable[[Path], Any]) -> Inputs | None:
     """None where a file is missing, or cannot be understood: half written, perhaps."""
-    from ruamel.yaml.error import YAMLError
-
     try:
         return Inputs.now(instance, hash_path)
-    except (OSError, LookupError, TypeError, ValueError, YAMLError):
+    except (OSError, LookupError, TypeError, ValueError):
         return None
 
 
@@ -194,12 +189,12 @@ def inputs_stay(stage: str) -> Iterator[None]:
         inputs.check(when="while it ran", remedy="run `dvc repro` again")
 
 
-def unlisted_code(deps: Collection[str], network: str) -> list[str]:
+def unlisted_code(deps: Collection[str]) -> list[str]:
     """The file of a user's own network, if a stage's deps in `dvc.yaml` leave it out.
 
     DVC then does not notice an edit, but scratch must: what was trained with other code is another job's.
     """
-    file = source_file(network)
+    file = source_file(_values("params.yaml")["model"]["name"])
     covered = file is None or any(file == Path(dep) or Path(dep) in file.parents for dep in deps)
     return [] if covered or file is None else [str(file)]
 

@@ -6,17 +6,16 @@ Does without torch, so that the launcher can ask.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import importlib.machinery
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, did_you_mean
 
 
 def is_own(name: str) -> bool:
@@ -64,9 +63,8 @@ def import_function(name: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        hint = did_you_mean(function_name, {each: f"{module_name}:{each}" for each in functions})
-        if not hint and functions:
-            hint = f" (it has {', '.join(functions[:10])})"
+        it_has = f" (it has {', '.join(functions[:10])})" if functions else ""
+        hint = did_you_mean(function_name, {each: f"{module_name}:{each}" for each in functions}, otherwise=it_has)
         raise SwapError(f"model.name is {name!r}: {module_name} has no {function_name}{hint}")
     if not callable(function):
         raise SwapError(
@@ -89,13 +87,6 @@ def cause(error: BaseException) -> str:
     if isinstance(error, SyntaxError) or not places:
         return in_words(error)  # a SyntaxError names its place
     return f"{in_words(error)} ({Path(places[-1].filename).name}, line {places[-1].lineno})"
-
-
-def did_you_mean(name: str, known: Mapping[str, str]) -> str:
-    """How to go on after a misspelt name: what the closest of the known ones stand for, or nothing."""
-    by_lower = {each.lower(): meaning for each, meaning in known.items()}
-    closest = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
-    return f": did you mean {' or '.join(closest)}?" if closest else ""
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -137,5 +128,5 @@ def _no_module(name: str, module: str) -> str:
     known = {each.name: module.removesuffix(last) + each.name for each in pkgutil.iter_modules(folders)}
     if not parent:
         known |= {"torchvision": "torchvision", "timm": "timm"}
-    hint = did_you_mean(last, known)
+    hint = did_you_mean(last, known, otherwise="")
     return f"model.name is {name!r}: there is no module {module}, neither in {Path.cwd()} nor installed{hint}"

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and JSON."""
+"""Files that are whole or absent, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -83,6 +83,23 @@ def read_json(path: Path) -> Any:
         raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         raise DamagedFileError(path, str(error)) from None
+
+
+def read_yaml(path: Path, *, max_bytes: int = 1 << 31) -> Any:
+    """What a YAML file says; one that cannot be opened is an `OSError`."""
+    return parse_yaml(read_plain(path, max_bytes=max_bytes), name=path)
+
+
+def parse_yaml(content: bytes, *, name: object) -> Any:
+    """YAML 1.2, as DVC reads it: PyYAML would make a string of `1e-3`. A mistake is a `SwapError` with `name`."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(content.decode())
+    except Exception as error:  # the reader lets through what its parts raise: dates that are none, deep nesting
+        kind = "" if isinstance(error, YAMLError | UnicodeDecodeError) else f"{type(error).__name__}: "
+        raise SwapError(f"{name} is not valid YAML: {kind}{' '.join(str(error).split())[:400]}") from None
 
 
 def copy_file(source: Path, target: Path) -> None:

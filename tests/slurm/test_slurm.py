@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from conftest import Project, make_project
+from conftest import Project, make_project, processes_in, wait_until
 from slurm_cluster import Cluster
-from test_resume import processes_in, snapshots, wait_until
+from test_resume import snapshots
 
 PARAMS = {"phase1.shards": 2, "phase1.max_epochs": 40, "phase2.epochs": 40, "workers.seeds": [0, 1]}
 TWO_RANKS = {"SWAP_NPROC": "2"}

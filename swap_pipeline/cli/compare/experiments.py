@@ -14,6 +14,7 @@ from typing import Any
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.report.git import git
+from swap_pipeline.storage.files import parse_yaml
 
 _REF = re.compile(r"refs/exps/([0-9a-f]{2})/([0-9a-f]{38,62})/(.+)")
 
@@ -66,8 +67,14 @@ def read_experiments(*, baseline: str | None = None) -> list[Experiment]:
     for one in listed:
         params, metrics, lock = next(contents), next(contents), next(contents)
         if params is not None and metrics is not None and lock is not None:
-            read = {"params": _yaml(params), "metrics": json.loads(metrics), "lock": _yaml(lock).get("stages", {})}
-            experiments.append(Experiment(**vars(one), **read))
+            experiments.append(
+                Experiment(
+                    **vars(one),
+                    params=parse_yaml(params, name=f"params.yaml of {one.name}"),
+                    metrics=json.loads(metrics),
+                    lock=parse_yaml(lock, name=f"dvc.lock of {one.name}").get("stages", {}),
+                )
+            )
     return experiments
 
 
@@ -94,7 +101,7 @@ def hashes(experiment: Experiment, kind: str) -> dict[str, str]:
     }
 
 
-def _contents(names: Iterable[str]) -> Iterable[str | None]:
+def _contents(names: Iterable[str]) -> Iterable[bytes | None]:
     """What git has under each name; None for what it does not have."""
     asked = "".join(f"{name}\n" for name in names).encode()
     answer = subprocess.run(("git", "cat-file", "--batch"), input=asked, capture_output=True, check=True).stdout
@@ -104,11 +111,5 @@ def _contents(names: Iterable[str]) -> Iterable[str | None]:
             yield None
             continue
         size = int(line.rpartition(b" ")[2])
-        yield answer[:size].decode()
+        yield answer[:size]
         answer = answer[size + 1 :]
-
-
-def _yaml(text: str) -> Any:
-    from ruamel.yaml import YAML
-
-    return YAML(typ="safe", pure=True).load(text)

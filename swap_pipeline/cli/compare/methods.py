@@ -18,7 +18,7 @@ from typing import Any
 from swap_pipeline.cli.recipes import RECIPES, methods_file
 from swap_pipeline.config.reading import parse_params
 from swap_pipeline.errors import SwapError
-from swap_pipeline.report.provenance import flat, read_tree, shown
+from swap_pipeline.report.provenance import flat, read_sections, shown
 
 Tree = Mapping[str, Any]
 
@@ -52,8 +52,6 @@ class Methods:
 
 def read_methods(recipe: str) -> Methods:
     """A mistake in the file is a `SwapError` that names it."""
-    from ruamel.yaml.error import YAMLError
-
     path, file = RECIPES / f"{recipe}.yaml", methods_file(recipe)
     for needed in (path, file):
         if not needed.is_file():
@@ -61,10 +59,7 @@ def read_methods(recipe: str) -> Methods:
                 f"params.yaml is of recipe {recipe}, but there is no {needed}: write it, or choose a recipe "
                 "with `swap use`"
             )
-    try:
-        original, given = flat(read_tree(path)), read_tree(file)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise SwapError(f"{file} or {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
+    original, given = flat(read_sections(path)), read_sections(file)
     for name, sections in given.items():
         if not re.fullmatch(r"[a-z]\w*", str(name)):
             raise SwapError(f"{file}: {name!r} cannot be the name of a method: use letters, digits and _")

@@ -11,9 +11,10 @@ from swap_pipeline.cli.compare.methods import Methods, Tree, read_methods
 from swap_pipeline.cli.compare.tables import Records, Tables, make_tables
 from swap_pipeline.cli.compare.tables_text import as_csv, as_json, markdown
 from swap_pipeline.cli.compare.wanted import code_of
+from swap_pipeline.config.instances import PHASE1, PHASE3, worker
 from swap_pipeline.config.reading import parse_params, read_params
 from swap_pipeline.errors import SwapError
-from swap_pipeline.report.provenance import read_tree
+from swap_pipeline.report.provenance import read_sections
 from swap_pipeline.storage.files import write_json, write_text
 
 
@@ -42,7 +43,7 @@ def tables_of_experiments(*, everything: bool) -> Tables:
 
 
 def _outdated(chosen: Iterable[Experiment], methods: Methods, now: str) -> list[str]:
-    workspace, code = read_tree(Path("params.yaml")), code_of(read_tree(Path("dvc.yaml"))["stages"])
+    workspace, code = read_sections(Path("params.yaml")), code_of(read_sections(Path("dvc.yaml"))["stages"])
     names = [
         one.name
         for one in chosen
@@ -69,12 +70,8 @@ def records_of(experiments: Iterable[Experiment]) -> dict[str, Records]:
         found = {}
         for one in experiments:
             outs = hashes(one, "outs")
-            seeds = one.params["workers"]["seeds"]
-            names = [
-                "metrics/phase1.json",
-                *(f"metrics/phase2/seed_{seed}.json" for seed in seeds),
-                "metrics/phase3.json",
-            ]
+            made_by = (PHASE1, *map(worker, one.params["workers"]["seeds"]), PHASE3)
+            names = [str(instance.record) for instance in made_by]
             paths = [Path(cache.oid_to_path(outs[name])) for name in names if name in outs]
             if len(paths) == len(names) and all(path.is_file() for path in paths):
                 phase1, *workers, phase3 = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
@@ -88,7 +85,7 @@ def write_tables(tables: Tables, folder: Path) -> None:
     from swap_pipeline.report import figures
     from swap_pipeline.report.figures_schedules import draw_samplings, sampling_of
 
-    methods, workspace = read_methods(tables.recipe), read_tree(Path("params.yaml"))
+    methods, workspace = read_methods(tables.recipe), read_sections(Path("params.yaml"))
     samplings = [
         sampling_of(parse_params(methods.params(row.key, 0, workspace)), method=row.key, title=row.title)
         for row in tables.tables[1].rows

@@ -16,9 +16,9 @@ from swap_pipeline.cli.compare.leftovers import UNFINISHED
 from swap_pipeline.cli.compare.methods import Methods, Tree, overrides, read_methods
 from swap_pipeline.cli.recipes import RECIPES
 from swap_pipeline.config.reading import read_params
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, did_you_mean
 from swap_pipeline.report.git import git
-from swap_pipeline.report.provenance import read_tree
+from swap_pipeline.report.provenance import read_sections
 from swap_pipeline.runtime.user_code import source_file
 
 
@@ -63,11 +63,11 @@ class Comparison:
 def make_comparison(chosen: Sequence[str] | None, seeds: Sequence[int] | None) -> Comparison:
     """Of the recipe that params.yaml is of: all its methods, with the seed of params.yaml, unless chosen otherwise."""
     params = read_params()
-    workspace, stages = read_tree(Path("params.yaml")), read_tree(Path("dvc.yaml"))["stages"]
+    workspace, stages = read_sections(Path("params.yaml")), read_sections(Path("dvc.yaml"))["stages"]
     methods = read_methods(params.recipe)
     for name in chosen or ():
         if name not in methods.settings:
-            raise SwapError(f"{methods.file} has no method {name!r} (known: {', '.join(methods.settings)})")
+            raise SwapError(f"{methods.file} has no method {name!r}{did_you_mean(name, [*methods.settings])}")
     wanted = [
         _wanted(methods, method, seed, workspace, stages)
         for seed in seeds or [params.seed]
@@ -78,7 +78,7 @@ def make_comparison(chosen: Sequence[str] | None, seeds: Sequence[int] | None) -
     found = {experiment.name: experiment for experiment in read_experiments(baseline=head())}
     data: dict[str, str | None] = {}
     current = {one.name for one in wanted if one.name in found and is_current(found[one.name], one, code, data)}
-    edited = methods.edited(workspace, read_tree(RECIPES / f"{params.recipe}.yaml"))
+    edited = methods.edited(workspace, read_sections(RECIPES / f"{params.recipe}.yaml"))
     return Comparison(
         methods=methods,
         wanted=tuple(wanted),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
 from swap_pipeline.cli.plan.facts import data_facts, devices_here, network_facts, planned_devices
 from swap_pipeline.cli.plan.plan import Devices, Plan, image_sizes, make_plan
-from swap_pipeline.cli.plan.scaling import Hardware, Scaling, scaling
 from swap_pipeline.cli.plan.throughput import measure_throughput
 from swap_pipeline.cli.plan.times import Forecast, Throughput, expected_times
 from swap_pipeline.config.params import Params
@@ -21,15 +19,8 @@ def make_forecast(
     file: Path,
     num_gpus: int | None,
     images_per_second: float | None,
-    num_nodes: int | None = None,
-    link_gigabytes: float | None = None,
 ) -> Forecast:
-    """Plan for `num_gpus`, or for this machine; all that can be refused is, before anything is measured.
-
-    With `link_gigabytes`, the bandwidth between GPUs, also what the exchange of gradients and the files take.
-    """
-    if num_nodes is not None and (num_gpus is None or link_gigabytes is None):
-        raise SwapError("--nodes needs --gpus, how many there are on all nodes together, and --link between them")
+    """Plan for `num_gpus`, or for this machine; all that can be refused is, before anything is measured."""
     try:
         plan = plan_params(params, devices_here(params) if num_gpus is None else planned_devices(params, num_gpus))
         throughput = _throughput(params, plan, images_per_second)
@@ -42,22 +33,6 @@ def make_forecast(
         plan=plan,
         throughput=throughput,
         times=expected_times(plan, throughput),
-        scaling=None if link_gigabytes is None else _scaling(plan, throughput, link_gigabytes, num_nodes or 1),
-    )
-
-
-def _scaling(plan: Plan, throughput: Throughput, link_gigabytes: float, nodes: int) -> Scaling:
-    """Of the first steps of phase 1."""
-    run = plan.phase1
-    return scaling(
-        gradient_bytes=plan.network.gradient_bytes,
-        state_bytes=plan.network.state_bytes,
-        num_models=plan.phase3.num_models,
-        devices=run.processes,
-        compute_seconds=run.stretches[0].batch_size / run.processes / throughput.images_per_second,
-        hardware=Hardware(
-            link_bytes_per_second=1e9 * link_gigabytes, gpus_per_node=math.ceil(plan.devices.count / nodes)
-        ),
     )
 
 

@@ -8,14 +8,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from swap_pipeline.cli.amounts import magnitude
 from swap_pipeline.cli.plan.plan import Plan, RunPlan, Size, counted
-from swap_pipeline.cli.plan.scaling import Scaling, text_of_time
 from swap_pipeline.cli.plan.times import Expected, Forecast, Throughput, Times
 from swap_pipeline.report.durations import duration
 
 _WIDTH = 80
 _NO_BREAK = "\xa0"  # between a number and its unit, until lines are broken
-_POWERS = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _NAMES = {"phase1": "phase 1", "phase2": "phase 2"}
 
 
@@ -32,7 +31,6 @@ def json_of(forecast: Forecast) -> str:
         "flops": plan.flops,
         "throughput": _plain(forecast.throughput),
         "times": _plain(forecast.times),
-        **({} if forecast.scaling is None else {"scaling": _plain(forecast.scaling)}),
     }
     return json.dumps(tree, indent=2, ensure_ascii=False)
 
@@ -64,7 +62,6 @@ def text_of(forecast: Forecast) -> str:
             *_aligned(_time(plan, forecast.times), left=1),
             *([""] if plan.notes else []),
             *(line for note in plan.notes for line in _paragraph(f"- {note}", hang=2)),
-            *([] if forecast.scaling is None else ["", *_scaling(forecast.scaling)]),
         ]
     )
 
@@ -167,20 +164,6 @@ def _speed(plan: Plan, throughput: Throughput) -> str:
     return text
 
 
-def _scaling(scaling: Scaling) -> Iterator[str]:
-    yield from _paragraph("The first steps of phase 1, and what files take, on paper (docs/scaling.md):")
-    rows = {
-        "phase 1, a step: computing": scaling.compute_seconds,
-        "phase 1, a step: exchange of gradients alone": scaling.exchange_seconds,
-        "phase 1, a step: both, overlapped": scaling.step_seconds,
-        "phase 3: reading and averaging the models": scaling.averaging_seconds,
-        "phase 3: loading the average": scaling.loading_seconds,
-        "phase 3: ranks make sure of their models": scaling.checking_seconds,
-        "DVC: hashing the models": scaling.hashing_seconds,
-    }
-    yield from _aligned(((name, text_of_time(seconds)) for name, seconds in rows.items()), left=1)
-
-
 def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
     yield "", "time", "devices × time"
 
@@ -197,18 +180,12 @@ def _time(plan: Plan, times: Times) -> Iterator[tuple[str, ...]]:
     yield "critical path: devices for every worker", duration(times.critical_path), ""
 
 
-def _si(number: float) -> str:
-    """Three digits and the letter of a power of 1000: `8.18 G`."""
-    power = 0
-    while number >= 999.5:
-        number, power = number / 1000, power + 1
-    digits = 0 if number >= 99.95 or not power else 1 if number >= 9.995 else 2
-    return f"{number:.{digits}f}{_NO_BREAK}{_POWERS[power]}".rstrip()
+def _si(number: float, unit: str = "") -> str:
+    return magnitude(number, unit).replace(" ", _NO_BREAK)
 
 
 def _bytes(number: float) -> str:
-    text = _si(number)
-    return f"{text}B" if number >= 999.5 else f"{text}{_NO_BREAK}B"
+    return _si(number, "B")
 
 
 def _pixels(size: Size) -> str:

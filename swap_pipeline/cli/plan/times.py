@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swap_pipeline.cli.plan.plan import Plan, RunPlan, Size
-from swap_pipeline.cli.plan.scaling import Scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,6 @@ class Forecast:
     plan: Plan
     throughput: Throughput
     times: Times
-    scaling: Scaling | None = None
-    """what goes between devices and to files, if the speed of the link between them was given"""
 
 
 def expected_times(plan: Plan, throughput: Throughput) -> Times:

@@ -14,7 +14,7 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.jobs import Machine
 from swap_pipeline.launch.slurm.controller import ask
 from swap_pipeline.runtime import environment
-from swap_pipeline.storage.files import read_plain
+from swap_pipeline.storage.files import read_yaml
 
 _STAGES = (*PHASES, *ANALYSES)
 _KEYS = ("nodes", "gpus_per_node", "gpu_type", "cpus_per_node", "max_requeues", "signal_seconds", "sbatch")
@@ -63,11 +63,8 @@ def file() -> Path:
 
 def read() -> Cluster:
     """Read and check `cluster.yaml`; a mistake is named with its entry and the way out."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
     try:
-        tree = YAML(typ="safe", pure=True).load(read_plain(file(), max_bytes=1 << 18).decode())
+        return parse(read_yaml(file(), max_bytes=1 << 18))
     except FileNotFoundError:
         raise SwapError(
             f"SWAP_LAUNCHER is sbatch, but there is no {file()}: "
@@ -75,9 +72,6 @@ def read() -> Cluster:
         ) from None
     except OSError as error:
         raise SwapError(f"{file()} cannot be read: {error.strerror or error}") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise SwapError(f"{file()} is not YAML: {' '.join(str(error).split())}") from None
-    return parse(tree)
 
 
 def parse(tree: Any) -> Cluster:
