@@ -31,9 +31,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from test_training import COMPUTE, NESTEROV, PLAIN, a_run, random_images, small_network
-from swap_pipeline.distributed import process_group
-from swap_pipeline.progress import Reporter
-from swap_pipeline.training import train
+from swap_pipeline.engine.distributed import process_group
+from swap_pipeline.runtime.progress import Reporter
+from swap_pipeline.training.loop import train
 
 with process_group() as group:
     folder = Path({folder!r}) / f"{{group.world_size}}"
@@ -56,7 +56,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from test_training import random_images, small_network
-from swap_pipeline.data import derive_seed, draw_epoch
+from swap_pipeline.config.seeds import derive_seed
+from swap_pipeline.data.epochs import draw_epoch
 
 dist.init_process_group("gloo")
 rank, data = dist.get_rank(), random_images()

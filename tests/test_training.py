@@ -496,11 +496,11 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from test_training import COMPUTE, NESTEROV, a_run, random_images, small_network, weights_of, wide_network
-from swap_pipeline.distributed import process_group
-from swap_pipeline.params import Augment
-from swap_pipeline.progress import Reporter
-from swap_pipeline.stopping import Stopped
-from swap_pipeline.training import train
+from swap_pipeline.engine.distributed import process_group
+from swap_pipeline.config.params import Augment
+from swap_pipeline.runtime.progress import Reporter
+from swap_pipeline.runtime.stop_request import Stopped
+from swap_pipeline.training.loop import train
 
 def go(network, folder, epochs=3, ema_decay=0.8):
     folder.mkdir(exist_ok=True)

@@ -122,15 +122,12 @@ class Steps:
 
     def batches(self, shards: range, *, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The batches of these shards, step after step, from the step `first` on."""
-        augment = self._augment
         choices = draw_epoch(
             seed=self._run.seed,
             epoch=self.epoch,
             num_images=len(self._images),
             image_size=self._images.image_shape(self._view)[1:],
-            padding=augment.padding,
-            flip=augment.flip,
-            cutout=augment.cutout,
+            augment=self._augment,
             device=self._group.device,
         )
         parts = [
@@ -138,14 +135,7 @@ class Steps:
             for step in range(first, self.count)
             for shard in shards
         ]
-        return self._images.batches(
-            choices,
-            parts,
-            view=self._view,
-            padding=augment.padding,
-            cutout=augment.cutout,
-            channels_last=self._compute.channels_last,
-        )
+        return self._images.batches(choices, parts, view=self._view, channels_last=self._compute.channels_last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +275,7 @@ def _check(run: Run, train_images: Split, augment: Augment, group: Group) -> Non
                 f"params.yaml: {key} is {batch_size}, more than the {len(train_images)} training images: lower it"
             )
         size = train_images.image_shape(run.view(epoch))[1:]
-        check_augment(padding=augment.padding, cutout=augment.cutout, image_size=size)
+        check_augment(augment, size)
 
 
 def _try_out(network: nn.Module, image_shapes: Set[tuple[int, ...]], num_classes: int | None, group: Group) -> None:
