@@ -27,6 +27,7 @@ from swap_pipeline.config.params import Augment, EpochList, Phase3
 from swap_pipeline.data.images import Split
 from swap_pipeline.data.prepared import View, read_meta
 from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.loss import summed_loss
 from swap_pipeline.engine.opening import PREPARED, view_of_checkpoint
 from swap_pipeline.engine.placement import set_up
 from swap_pipeline.engine.results import read_point, write_point
@@ -159,7 +160,7 @@ def run_cosine_job(
         folder.check_inputs()
         names = parameter_names(network)
         goal = read_vector(swap, names)
-        loss = partial(nn.functional.cross_entropy, label_smoothing=label_smoothing, reduction="sum")
+        loss = partial(summed_loss, label_smoothing=label_smoothing)
         if snapshots:
             reporter.done(
                 0, f"{len(snapshots)} models × {len(images):,} images, forward and backward, on {group.describe()}"

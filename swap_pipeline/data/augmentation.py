@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -44,7 +45,8 @@ class Changes:
     cut_left: torch.Tensor | None = None
 
     def of_batch(self, positions: slice) -> Changes:
-        own = {name: drawn[positions] for name, drawn in vars(self).items() if isinstance(drawn, torch.Tensor)}
+        drawn = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        own: dict[str, Any] = {name: values[positions] for name, values in drawn.items()}
         return replace(self, **own)
 
 

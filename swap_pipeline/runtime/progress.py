@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from swap_pipeline.storage.files import atomic_write
-
-if TYPE_CHECKING:
-    pass
-
 
 PROGRESS_FILE = "progress.json"
 
