@@ -155,11 +155,12 @@ def _images(options: Options) -> Iterator[Row]:
 
 def order_seconds(*, sizes: list[int], rounds: int, folder: str) -> list[list[float]]:
     """In a child: seconds to draw an epoch of each size."""
+    from swap_pipeline.config.params import Augment
     from swap_pipeline.data.epochs import draw_epoch
 
     def seconds(size: int) -> float:
         began = time.perf_counter()
-        draw_epoch(seed=0, epoch=0, num_images=size, image_size=(32, 32), padding=4, flip=True)
+        draw_epoch(seed=0, epoch=0, num_images=size, image_size=(32, 32), augment=Augment(padding=4, flip=True))
         return time.perf_counter() - began
 
     found = interleaved({str(size): functools.partial(seconds, size) for size in sizes}, rounds=rounds)

@@ -156,13 +156,10 @@ def in_turns(*, root: str, prepared: str, view: int | None, batch_size: int, mos
             epoch=next(epochs),
             num_images=len(images),
             image_size=images.image_shape(seen)[1:],
-            padding=augment.padding,
-            flip=augment.flip,
+            augment=augment,
         )
         number = 0
-        for batch, _ in images.batches(
-            choices, parts, view=seen, padding=augment.padding, cutout=0, channels_last=True
-        ):
+        for batch, _ in images.batches(choices, parts, view=seen, channels_last=True):
             number += len(batch)
         return number / (time.perf_counter() - began)
 

@@ -19,14 +19,15 @@ from torch import nn
 
 from benchmarks.children import say
 from benchmarks.harness import interleaved
-from benchmarks.made_up import AUGMENT, COMPUTE, OPTIMIZER, resnet9
+from benchmarks.made_up import AUGMENT, COMPUTE, NUM_CLASSES, OPTIMIZER, resnet9
 from swap_pipeline.config.params import Compute
 from swap_pipeline.data.images import Images, read_images
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.engine.placement import set_up
 from swap_pipeline.runtime.progress import Reporter
+from swap_pipeline.training.keeping import Keeping
 from swap_pipeline.training.loop import train
-from swap_pipeline.training.run import Run
+from swap_pipeline.training.run import Run, TrainingData
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 Loop = Callable[[], float]
@@ -55,14 +56,14 @@ def ours(images: Images, test: Images, *, width: int, batch_size: int, compute: 
             record = train(
                 run,
                 network,
-                train_images=images,
-                test_images=test,
-                augment=AUGMENT,
+                TrainingData(train=images, test=test, augment=AUGMENT, num_classes=NUM_CLASSES),
                 optimizer=OPTIMIZER,
                 compute=compute,
                 group=ALONE,
-                snapshots=Path(folder),
-                reporter=Reporter(name=run.name, total=run.epochs, folder=Path(folder), is_main=True),
+                keeping=Keeping(
+                    snapshots=Path(folder),
+                    reporter=Reporter(name=run.name, total=run.epochs, folder=Path(folder), is_main=True),
+                ),
             )
         return steps * batch_size / record.curve[-1].seconds
 

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms import functional
 
+from swap_pipeline.config.params import Augment
 from swap_pipeline.config.seeds import derive_seed
 from swap_pipeline.data import augmentation
 from swap_pipeline.data.epochs import EpochChoices, draw_epoch
@@ -34,16 +35,16 @@ def random_images(num_images: int, *, channels: int = 3, height: int = 9, width:
     )
 
 
-def draw(images: Images, *, seed: int = 0, epoch: int = 0, **augment: int) -> EpochChoices:
+def draw(
+    images: Images, *, seed: int = 0, epoch: int = 0, padding: int = 0, flip: bool = False, cutout: int = 0
+) -> EpochChoices:
     _, _, height, width = images.pixels.shape
     return draw_epoch(
         seed=seed,
         epoch=epoch,
         num_images=len(images),
         image_size=(height, width),
-        padding=augment.get("padding", 0),
-        flip=bool(augment.get("flip", 0)),
-        cutout=augment.get("cutout", 0),
+        augment=Augment(padding=padding, flip=flip, cutout=cutout),
     )
 
 
@@ -54,18 +55,20 @@ def one_image_by_hand(
     _, channels, height, width = images.pixels.shape
     image = images.pixels[choices.order[position]]
     if padding:
-        assert choices.top is not None and choices.left is not None
+        assert choices.changes.top is not None and choices.changes.left is not None
         image = functional.pad(image, [padding] * 4, padding_mode="reflect")
-        image = functional.crop(image, int(choices.top[position]), int(choices.left[position]), height, width)
+        image = functional.crop(
+            image, int(choices.changes.top[position]), int(choices.changes.left[position]), height, width
+        )
     if flip:
-        assert choices.flip is not None
-        image = functional.hflip(image) if choices.flip[position] else image
+        assert choices.changes.flip is not None
+        image = functional.hflip(image) if choices.changes.flip[position] else image
     result = np.zeros((channels, height, width), dtype=np.float32)
     for channel in range(channels):
         result[channel] = (image[channel].numpy().astype(np.float32) - MEAN[channel]) / STD[channel]
     if cutout:
-        assert choices.cut_top is not None and choices.cut_left is not None
-        top, left = int(choices.cut_top[position]), int(choices.cut_left[position])
+        assert choices.changes.cut_top is not None and choices.changes.cut_left is not None
+        top, left = int(choices.changes.cut_top[position]), int(choices.changes.cut_left[position])
         result[:, top : top + cutout, left : left + cutout] = 0
     return result
 
@@ -74,11 +77,11 @@ AUGMENTS = [
     {},
     {"padding": 4},
     {"padding": 8},
-    {"flip": 1},
+    {"flip": True},
     {"cutout": 4},
     {"cutout": 9},
-    {"padding": 2, "flip": 1},
-    {"padding": 4, "flip": 1, "cutout": 5},
+    {"padding": 2, "flip": True},
+    {"padding": 4, "flip": True, "cutout": 5},
 ]
 
 
@@ -87,9 +90,8 @@ AUGMENTS = [
 def test_a_batch_is_what_a_slow_loop_over_its_images_gives(augment: dict[str, int], channels: int) -> None:
     images = random_images(200, channels=channels)
     choices = draw(images, seed=3, epoch=2, **augment)
-    flags = {key: value for key, value in augment.items() if key != "flip"}
 
-    batch, labels = make_batch(images, choices, slice(40, 160), **flags)
+    batch, labels = make_batch(images, choices, slice(40, 160))
 
     by_hand = np.stack([one_image_by_hand(images, choices, position, **augment) for position in range(40, 160)])
     np.testing.assert_array_equal(batch.numpy(), by_hand)
@@ -99,7 +101,7 @@ def test_a_batch_is_what_a_slow_loop_over_its_images_gives(augment: dict[str, in
 def test_a_batch_is_float32_and_stored_channels_last() -> None:
     images = random_images(10)
 
-    batch, labels = make_batch(images, draw(images, padding=4), slice(0, 6), padding=4)
+    batch, labels = make_batch(images, draw(images, padding=4), slice(0, 6))
 
     assert (batch.dtype, tuple(batch.shape)) == (torch.float32, (6, 3, 9, 12))
     assert batch.is_contiguous(memory_format=torch.channels_last)
@@ -110,23 +112,21 @@ def test_making_a_batch_leaves_the_images_alone() -> None:
     images = random_images(30)
     before = images.pixels.clone()
 
-    make_batch(images, draw(images, padding=4, flip=1, cutout=3), slice(0, 30), padding=4, cutout=3)
+    make_batch(images, draw(images, padding=4, flip=True, cutout=3), slice(0, 30))
 
     assert torch.equal(images.pixels, before)
 
 
-@pytest.mark.parametrize("augment", [{}, {"padding": 4, "flip": 1, "cutout": 3}], ids=["plain", "augmented"])
+@pytest.mark.parametrize("augment", [{}, {"padding": 4, "flip": True, "cutout": 3}], ids=["plain", "augmented"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_the_slices_of_the_ranks_make_up_the_global_batch(world_size: int, augment: dict[str, int]) -> None:
     images = random_images(50)
     choices = draw(images, seed=1, epoch=5, **augment)
-    flags = {key: value for key, value in augment.items() if key != "flip"}
     share = 12 // world_size
 
-    whole, labels = make_batch(images, choices, slice(24, 36), **flags)
+    whole, labels = make_batch(images, choices, slice(24, 36))
     parts = [
-        make_batch(images, choices, slice(24 + rank * share, 24 + (rank + 1) * share), **flags)
-        for rank in range(world_size)
+        make_batch(images, choices, slice(24 + rank * share, 24 + (rank + 1) * share)) for rank in range(world_size)
     ]
 
     assert torch.equal(torch.cat([part for part, _ in parts]), whole)
@@ -149,7 +149,7 @@ def test_the_cut_out_square_is_whole_in_every_image_and_has_the_mean_colour() ->
     images = random_images(2000, channels=1, height=8, width=11)  # no pixel is the mean, 120.5
     choices = draw(images, cutout=3)
 
-    batch, _ = make_batch(images, choices, slice(0, 2000), cutout=3)
+    batch, _ = make_batch(images, choices, slice(0, 2000))
 
     blank = (batch[:, 0] == 0).numpy()
     assert (blank.sum(axis=(1, 2)) == 9).all()
@@ -160,14 +160,14 @@ def test_the_cut_out_square_is_whole_in_every_image_and_has_the_mean_colour() ->
 def test_every_crop_flip_and_place_to_cut_comes_up_about_equally_often() -> None:
     images = random_images(9000, channels=1, height=8, width=11)
 
-    choices = draw(images, padding=2, flip=1, cutout=3)
+    choices = draw(images, padding=2, flip=True, cutout=3)
 
     counts = {
-        "top": np.bincount(choices.top.numpy()),
-        "left": np.bincount(choices.left.numpy()),
-        "flip": np.bincount(choices.flip.numpy()),
-        "cut_top": np.bincount(choices.cut_top.numpy()),
-        "cut_left": np.bincount(choices.cut_left.numpy()),
+        "top": np.bincount(choices.changes.top.numpy()),
+        "left": np.bincount(choices.changes.left.numpy()),
+        "flip": np.bincount(choices.changes.flip.numpy()),
+        "cut_top": np.bincount(choices.changes.cut_top.numpy()),
+        "cut_left": np.bincount(choices.changes.cut_left.numpy()),
     }
     assert {key: len(count) for key, count in counts.items()} == {
         "top": 5,
@@ -184,9 +184,10 @@ def test_every_crop_flip_and_place_to_cut_comes_up_about_equally_often() -> None
 def test_the_choices_of_an_image_are_independent_of_each_other() -> None:
     images = random_images(9000, channels=1, height=8, width=11)
 
-    choices = draw(images, padding=2, flip=1, cutout=3)
+    choices = draw(images, padding=2, flip=True, cutout=3)
 
-    columns = [choices.order, choices.top, choices.left, choices.flip, choices.cut_top, choices.cut_left]
+    drawn = choices.changes
+    columns = [choices.order, drawn.top, drawn.left, drawn.flip, drawn.cut_top, drawn.cut_left]
     correlation = np.corrcoef(np.stack([column.numpy().astype(np.float64) for column in columns]))
     assert np.abs(correlation - np.eye(6)).max() < 5 / np.sqrt(9000)
 
@@ -211,12 +212,12 @@ def test_every_seed_and_epoch_has_an_augmentation_of_its_own() -> None:
 
     drawn = [draw(images, seed=seed, epoch=epoch, padding=4) for seed in range(6) for epoch in range(6)]
 
-    assert len({tuple(choices.top.tolist()) for choices in drawn}) == 36
+    assert len({tuple(choices.changes.top.tolist()) for choices in drawn}) == 36
 
 
 def test_the_choices_are_a_function_of_seed_and_epoch_alone() -> None:
     images = random_images(50)
-    augment = {"padding": 4, "flip": 1, "cutout": 3}
+    augment = {"padding": 4, "flip": True, "cutout": 3}
     torch.manual_seed(1)
     first = draw(images, seed=8, epoch=3, **augment)
     torch.manual_seed(2)
@@ -224,8 +225,9 @@ def test_the_choices_are_a_function_of_seed_and_epoch_alone() -> None:
 
     again = draw(images, seed=8, epoch=3, **augment)
 
-    for name in ("order", "top", "left", "flip", "cut_top", "cut_left"):
-        assert torch.equal(getattr(again, name), getattr(first, name)), name
+    assert torch.equal(again.order, first.order)
+    for name in ("top", "left", "flip", "cut_top", "cut_left"):
+        assert torch.equal(getattr(again.changes, name), getattr(first.changes, name)), name
 
 
 def test_drawing_leaves_the_global_generator_alone() -> None:
@@ -234,7 +236,7 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     expected = torch.rand(3)
     torch.manual_seed(1)
 
-    draw(images, seed=8, epoch=3, padding=4, flip=1, cutout=3)
+    draw(images, seed=8, epoch=3, padding=4, flip=True, cutout=3)
 
     assert torch.equal(torch.rand(3), expected)
 
@@ -294,9 +296,8 @@ def test_batches_are_laid_out_as_asked_with_the_same_values(
     augment = {key: min(value, 4) for key, value in augment.items()}
     images = random_images(30, height=height, width=width)
     choices = draw(images, seed=3, epoch=2, **augment)
-    flags = {key: value for key, value in augment.items() if key != "flip"}
 
-    batch, _ = make_batch(images, choices, slice(10, 30), channels_last=channels_last, **flags)
+    batch, _ = make_batch(images, choices, slice(10, 30), channels_last=channels_last)
 
     by_hand = np.stack([one_image_by_hand(images, choices, position, **augment) for position in range(10, 30)])
     np.testing.assert_array_equal(batch.numpy(), by_hand)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import v2
 
+from swap_pipeline.config.params import Augment
 from swap_pipeline.data.epochs import batch_share, draw_epoch
 from swap_pipeline.data.loader import FileImages, random_box, random_crop, rectangle
 from swap_pipeline.data.prepared import Meta, View
@@ -22,6 +23,7 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.storage.tensor_files import write_tensors
 
 CPU = torch.device("cpu")
+AUGMENT = Augment(padding=0, flip=True, cutout=5)
 META = Meta(classes=("a", "b", "c"), shape=None, channels=3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5))
 SIZES = [(40, 60), (60, 40), (50, 50), (33, 97), (90, 31), (64, 64), (48, 52), (30, 30), (44, 80), (70, 35), (36, 36)]
 
@@ -73,12 +75,12 @@ def middle_by_hand(path: Path, height: int, width: int) -> torch.Tensor:
 
 def epoch(images: FileImages, *, seed: int = 3, number: int = 0, world_size: int = 1, min_scale: float | None = 0.3):
     """All batches of an epoch, in the order in which one process would see them."""
-    choices = draw_epoch(seed=seed, epoch=number, num_images=len(images), image_size=(24, 24), flip=True, cutout=5)
+    choices = draw_epoch(seed=seed, epoch=number, num_images=len(images), image_size=(24, 24), augment=AUGMENT)
     steps: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[], []]
     for rank in range(world_size):
         parts = [batch_share(step, batch_size=4, shard=rank, num_shards=world_size) for step in range(2)]
         view = View(size=24, min_scale=min_scale)
-        batches = images.batches(choices, parts, view=view, padding=0, cutout=5, channels_last=False)
+        batches = images.batches(choices, parts, view=view, channels_last=False)
         for step, batch in enumerate(batches):
             steps[step].append(batch)
     return [(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])) for parts in steps]
@@ -150,15 +152,19 @@ def test_ranks_see_together_what_one_process_sees(folder: Path, world_size: int)
 
 
 def test_without_a_random_crop_the_middle_is_flipped_and_cut_as_in_memory(folder: Path) -> None:
-    choices = draw_epoch(seed=3, epoch=0, num_images=len(SIZES), image_size=(24, 24), flip=True, cutout=5)
-    assert choices.flip is not None and choices.cut_top is not None and choices.cut_left is not None
+    choices = draw_epoch(seed=3, epoch=0, num_images=len(SIZES), image_size=(24, 24), augment=AUGMENT)
+    assert (
+        choices.changes.flip is not None
+        and choices.changes.cut_top is not None
+        and choices.changes.cut_left is not None
+    )
     (batch, labels), _ = epoch(opened(folder), min_scale=None)
     for position in range(4):
         index = int(choices.order[position])
         expected = middle_by_hand(next(folder.glob(f"train/*/bild-{index}-*")), 24, 24)
-        if choices.flip[position]:
+        if choices.changes.flip[position]:
             expected = expected.flip(2)
-        top, left = int(choices.cut_top[position]), int(choices.cut_left[position])
+        top, left = int(choices.changes.cut_top[position]), int(choices.changes.cut_left[position])
         expected[:, top : top + 5, left : left + 5] = 0
         torch.testing.assert_close(batch[position], expected, rtol=0, atol=1e-5)
         assert int(labels[position]) == index % 3
@@ -186,7 +192,7 @@ def test_a_random_crop_is_a_part_of_the_image_of_at_least_the_given_share(tmp_pa
     for number in range(60):
         choices = draw_epoch(seed=0, epoch=number, num_images=1, image_size=(50, 50))
         view = View(size=50, min_scale=0.25)
-        ((batch, _),) = images.batches(choices, [slice(0, 1)], view=view, padding=0, cutout=0, channels_last=False)
+        ((batch, _),) = images.batches(choices, [slice(0, 1)], view=view, channels_last=False)
         pixels = batch[0] * std + mean
         width = (pixels[0, :, -1] - pixels[0, :, 0]).mean() * 50 / 49
         height = (pixels[1, -1, :] - pixels[1, 0, :]).mean() * 50 / 49

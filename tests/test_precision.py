@@ -15,7 +15,7 @@ from test_training import COMPUTE, PLAIN, a_run, small_network, train_here, weig
 from swap_pipeline.config.params import Precision
 from swap_pipeline.engine import precision
 from swap_pipeline.errors import SwapError
-from swap_pipeline.training import loop
+from swap_pipeline.training import keeping
 
 CPU = torch.device("cpu")
 
@@ -110,13 +110,13 @@ def test_what_is_trained_afresh_can_be_gone_on_with_from_its_first_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_here(small_network(), tmp_path, compute=replace(COMPUTE, precision="bf16"))
-    keep = loop.keep
+    keep = keeping.keep
 
     def keep_and_die(*arguments: Any) -> None:
         keep(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loop, "keep", keep_and_die)
+    monkeypatch.setattr(keeping, "keep", keep_and_die)
     with pytest.raises(KeyboardInterrupt):
         train_here(small_network(), tmp_path)
     assert [path.name for path in tmp_path.glob("snapshot_*")] == ["snapshot_000001.safetensors"]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from swap_pipeline.averaging.mean import average_files
-from swap_pipeline.config.params import Params, Schedule
+from swap_pipeline.config.params import Augment, Params, Schedule
 from swap_pipeline.config.reading import parse_params
 from swap_pipeline.config.schedules import PiecewiseLinear, by_epoch, learning_rate_of
 from swap_pipeline.data.epochs import batch_share, draw_epoch, steps_per_epoch
@@ -179,7 +179,7 @@ def test_the_order_of_an_epoch_is_a_permutation_and_a_function_of_seed_and_epoch
     once = order(seed, epoch)
     torch.manual_seed(1)
     torch.rand(3)
-    assert once == order(seed, epoch) == order(seed, epoch, padding=2, flip=True, cutout=3)
+    assert once == order(seed, epoch) == order(seed, epoch, augment=Augment(padding=2, flip=True, cutout=3))
     assert sorted(once) == list(range(number))
     if number > 20:  # by chance, the same order comes once in more than 10¹⁸
         assert once != order(seed, epoch + 1)
@@ -210,13 +210,17 @@ def test_shards_have_disjoint_shares_that_together_are_the_batch(
 @given(seeds, st.integers(0, 50), st.integers(0, 3), st.integers(0, 8))
 def test_every_crop_and_cutout_is_inside_the_image(seed: int, epoch: int, padding: int, cutout: int) -> None:
     choices = draw_epoch(
-        seed=seed, epoch=epoch, num_images=50, image_size=(8, 10), padding=padding, flip=True, cutout=cutout
+        seed=seed,
+        epoch=epoch,
+        num_images=50,
+        image_size=(8, 10),
+        augment=Augment(padding=padding, flip=True, cutout=cutout),
     )
     for places, last in (
-        (choices.top, 2 * padding),
-        (choices.left, 2 * padding),
-        (choices.cut_top, 8 - cutout),
-        (choices.cut_left, 10 - cutout),
+        (choices.changes.top, 2 * padding),
+        (choices.changes.left, 2 * padding),
+        (choices.changes.cut_top, 8 - cutout),
+        (choices.changes.cut_left, 10 - cutout),
     ):
         if places is not None:
             assert 0 <= int(places.min()) <= int(places.max()) <= last

@@ -14,13 +14,22 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
-from test_training import ALONE, COMPUTE, NESTEROV, PLAIN, a_run, random_images, small_network, train_here
+from test_training import (
+    ALONE,
+    COMPUTE,
+    NESTEROV,
+    a_run,
+    kept_in,
+    random_data,
+    random_images,
+    small_network,
+    train_here,
+)
 from torch import nn
 
 from swap_pipeline.config.seeds import derive_seed
 from swap_pipeline.data.epochs import draw_epoch
 from swap_pipeline.errors import SwapError
-from swap_pipeline.runtime.progress import Reporter
 from swap_pipeline.training.loop import train
 from swap_pipeline.training.shards import Shards
 
@@ -30,9 +39,8 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from test_training import COMPUTE, NESTEROV, PLAIN, a_run, random_images, small_network
+from test_training import COMPUTE, NESTEROV, a_run, kept_in, random_data, small_network
 from swap_pipeline.engine.distributed import process_group
-from swap_pipeline.runtime.progress import Reporter
 from swap_pipeline.training.loop import train
 
 with process_group() as group:
@@ -40,9 +48,8 @@ with process_group() as group:
     folder.mkdir(exist_ok=True)
     network = small_network(batch_norm=True, dropout=0.3)
     train(
-        replace(a_run(epochs=2), shards={shards}), network, train_images=random_images(),
-        test_images=random_images(20, seed=9), augment=PLAIN, optimizer=NESTEROV, compute=COMPUTE, group=group,
-        snapshots=folder, reporter=Reporter(name="test", total=3, folder=None, is_main=False))
+        replace(a_run(epochs=2), shards={shards}), network, random_data(),
+        optimizer=NESTEROV, compute=COMPUTE, group=group, keeping=kept_in(folder))
     if group.is_main:
         save_file({{k: t.contiguous() for k, t in network.state_dict().items()}}, folder / "end.safetensors")
 """
@@ -197,12 +204,9 @@ def test_ranks_that_do_not_divide_the_shards_are_refused(tmp_path: Path) -> None
         train(
             replace(a_run(), shards=4),
             small_network(),
-            train_images=random_images(),
-            test_images=random_images(),
-            augment=PLAIN,
+            random_data(),
             optimizer=NESTEROV,
             compute=COMPUTE,
             group=group,
-            snapshots=tmp_path,
-            reporter=Reporter(name="test", total=3, folder=None, is_main=False),
+            keeping=kept_in(tmp_path),
         )

@@ -26,8 +26,9 @@ from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.progress import Reporter
 from swap_pipeline.training import resuming
+from swap_pipeline.training.keeping import Keeping
 from swap_pipeline.training.loop import train
-from swap_pipeline.training.run import Epoch, Record, Run, reason_to_stop
+from swap_pipeline.training.run import Epoch, Record, Run, TrainingData, reason_to_stop
 from swap_pipeline.training.sgd import FiniteGuard, Sgd
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
@@ -80,6 +81,15 @@ def a_run(*, seed: int = 5, epochs: int = 3, peak: float = 0.1, stop_accuracy: f
     )
 
 
+def random_data(augment: Augment = PLAIN, *, num_classes: int = 4) -> TrainingData:
+    test = random_images(20, seed=9)
+    return TrainingData(train=random_images(), test=test, augment=augment, num_classes=num_classes)
+
+
+def kept_in(folder: Path) -> Keeping:
+    return Keeping(snapshots=folder, reporter=Reporter(name="test", total=3, folder=None, is_main=False))
+
+
 def train_here(
     network: nn.Module,
     folder: Path,
@@ -93,16 +103,11 @@ def train_here(
     return train(
         run or a_run(),
         network,
-        train_images=random_images(),
-        test_images=random_images(20, seed=9),
-        augment=augment,
+        random_data(augment, num_classes=num_classes),
         optimizer=optimizer,
         compute=compute,
         group=ALONE,
-        snapshots=folder,
-        reporter=Reporter(name="test", total=3, folder=None, is_main=False),
-        at_epoch_end=at_epoch_end,
-        num_classes=num_classes,
+        keeping=replace(kept_in(folder), at_epoch_end=at_epoch_end),
     )
 
 
@@ -279,13 +284,13 @@ def test_trying_a_network_out_leaves_no_trace_in_it(tmp_path: Path) -> None:
 
 
 def test_parameters_that_nothing_depends_on_are_named_for_several_ranks() -> None:
-    from swap_pipeline.training.loop import _check_that_all_learn
+    from swap_pipeline.training.parallel import check_that_all_learn
 
     network = small_network()
     network.add_module("spare", nn.Linear(2, 2))
     used = nn.Sequential(*list(network)[:-1])
     with pytest.raises(SwapError, match=r"nothing depends on \(spare\.weight, spare\.bias\), .* SWAP_NPROC=1"):
-        _check_that_all_learn(network, used(torch.zeros(2, 1, 8, 8)).sum())
+        check_that_all_learn(network, used(torch.zeros(2, 1, 8, 8)).sum())
 
 
 def test_models_on_the_way_are_those_of_a_run_that_ended_there(tmp_path: Path) -> None:
@@ -495,10 +500,9 @@ import json, os
 from dataclasses import replace
 from pathlib import Path
 import torch
-from test_training import COMPUTE, NESTEROV, a_run, random_images, small_network, weights_of, wide_network
+from test_training import COMPUTE, NESTEROV, a_run, kept_in, random_data, small_network, weights_of, wide_network
 from swap_pipeline.engine.distributed import process_group
 from swap_pipeline.config.params import Augment
-from swap_pipeline.runtime.progress import Reporter
 from swap_pipeline.runtime.stop_request import Stopped
 from swap_pipeline.training.loop import train
 
@@ -506,9 +510,8 @@ def go(network, folder, epochs=3, ema_decay=0.8):
     folder.mkdir(exist_ok=True)
     return train(
         replace(a_run(), epochs=epochs, shards=6, ema_decay=ema_decay), network,
-        train_images=random_images(), test_images=random_images(20, seed=9),
-        augment=Augment(padding=1, flip=True, cutout=2), optimizer=NESTEROV, compute=COMPUTE, group=group,
-        snapshots=folder, reporter=Reporter(name="test", total=3, folder=None, is_main=False))
+        random_data(Augment(padding=1, flip=True, cutout=2)),
+        optimizer=NESTEROV, compute=COMPUTE, group=group, keeping=kept_in(folder))
 
 with process_group() as group:
     root = Path({folder!r}) / str(group.world_size)

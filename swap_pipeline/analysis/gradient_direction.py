@@ -27,6 +27,7 @@ from swap_pipeline.config.params import Augment, EpochList, Phase3
 from swap_pipeline.data.images import Split
 from swap_pipeline.data.prepared import View, read_meta
 from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.loss import summed_loss
 from swap_pipeline.engine.opening import PREPARED, view_of_checkpoint
 from swap_pipeline.engine.placement import set_up
 from swap_pipeline.engine.results import read_point, write_point
@@ -159,31 +160,47 @@ def run_cosine_job(
         folder.check_inputs()
         names = parameter_names(network)
         goal = read_vector(swap, names)
-        loss = partial(nn.functional.cross_entropy, label_smoothing=label_smoothing, reduction="sum")
+        loss = partial(summed_loss, label_smoothing=label_smoothing)
         if snapshots:
             reporter.done(
                 0, f"{len(snapshots)} models × {len(images):,} images, forward and backward, on {group.describe()}"
             )
-        points: list[dict[str, Any]] = []
-        began = time.monotonic()
-        for number, snapshot in enumerate(snapshots, start=1):
-            kept = folder.kept / f"{snapshot.run}_{snapshot.epoch}.json"
-            point = read_point(kept) if group.is_main else None
-            if not group.main_says(point is not None):
-                load_weights(network, snapshot.path)
-                gradient = mean_gradient(network, batches, summed_loss=loss, num_images=len(images), group=group)
-                if group.is_main:
-                    here = read_vector(snapshot.path, names)
-                    found = direction(gradient.cpu(), here=here, goal=goal)
-                    point = {"run": snapshot.run, "epoch": snapshot.epoch, **(found or {})}
-                    write_point(kept, point)
-            if group.is_main and point is not None:
-                what = f"cosine {point['cosine']:+.4f}" if "cosine" in point else "no direction: this is SWAP's output"
-                left = time_left(began, number, len(snapshots))
-                reporter.done(number, f"{number}/{len(snapshots)}  {snapshot.run} epoch {snapshot.epoch}  {what}{left}")
-                points += [point] if "cosine" in point else []
+
+        def direction_at(path: Path) -> dict[str, float] | None:
+            load_weights(network, path)
+            gradient = mean_gradient(network, batches, summed_loss=loss, num_images=len(images), group=group)
+            return direction(gradient.cpu(), here=read_vector(path, names), goal=goal) if group.is_main else None
+
+        points = look_at_all(snapshots, direction_at, group=group, folder=folder, reporter=reporter)
         if not snapshots:
             reporter.done(1, "no models were kept on the way: set phase1.keep_epochs and phase2.keep_epochs (to all)")
         if group.is_main:
             with folder.complete() as result:
                 write_json(result / "record.json", {"points": points, "images": len(images), **group.as_json()})
+
+
+def look_at_all(
+    snapshots: Sequence[Snapshot],
+    direction_at: Callable[[Path], dict[str, float] | None],
+    *,
+    group: Group,
+    folder: JobFolder,
+    reporter: Reporter,
+) -> list[dict[str, Any]]:
+    """The directions at all snapshots that have one, complete on the main rank alone; what was kept is not computed
+    again."""
+    points: list[dict[str, Any]] = []
+    began = time.monotonic()
+    for number, snapshot in enumerate(snapshots, start=1):
+        kept = folder.kept / f"{snapshot.run}_{snapshot.epoch}.json"
+        point = read_point(kept) if group.is_main else None
+        if not group.main_says(point is not None):
+            point = {"run": snapshot.run, "epoch": snapshot.epoch, **(direction_at(snapshot.path) or {})}
+            if group.is_main:
+                write_point(kept, point)
+        if group.is_main and point is not None:
+            what = f"cosine {point['cosine']:+.4f}" if "cosine" in point else "no direction: this is SWAP's output"
+            left = time_left(began, number, len(snapshots))
+            reporter.done(number, f"{number}/{len(snapshots)}  {snapshot.run} epoch {snapshot.epoch}  {what}{left}")
+            points += [point] if "cosine" in point else []
+    return points

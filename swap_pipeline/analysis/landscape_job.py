@@ -24,6 +24,7 @@ from swap_pipeline.config.params import Phase3, Precision
 from swap_pipeline.data.images import Split
 from swap_pipeline.data.prepared import View, read_meta
 from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.loss import num_hits
 from swap_pipeline.engine.opening import PREPARED, view_of_checkpoint
 from swap_pipeline.engine.placement import set_up
 from swap_pipeline.engine.precision import autocast
@@ -95,11 +96,11 @@ class Prober:
     @torch.inference_mode()
     def _error(self, batches: SamePass[tuple[torch.Tensor, torch.Tensor]], num_images: int) -> float:
         self._network.eval()
-        misses = torch.zeros((), dtype=torch.int64, device=self._alone.device)
+        hits = torch.zeros((), dtype=torch.int64, device=self._alone.device)
         with autocast(self._precision, self._alone.device):
             for images, labels in batches:
-                misses += (self._network(images).argmax(dim=1) != labels).sum()
-        return 100 * int(misses) / num_images
+                hits += num_hits(self._network(images), labels)
+        return 100 * (num_images - int(hits)) / num_images
 
 
 def run_landscape_job(

@@ -41,7 +41,6 @@ def one_pass(
     images: Split, edges: Sequence[int], *, seed: int, augment: Augment | None, group: Group, view: View | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Images and labels in a random order, in batches between these edges, of which every rank has its share."""
-    padding, flip, cutout = (augment.padding, augment.flip, augment.cutout) if augment else (0, False, 0)
     if view is not None and augment is None:
         view = replace(view, min_scale=None)
     choices = draw_epoch(
@@ -49,20 +48,11 @@ def one_pass(
         epoch=0,
         num_images=len(images),
         image_size=images.image_shape(view)[1:],
-        padding=padding,
-        flip=flip,
-        cutout=cutout,
+        augment=augment,
         device=group.device,
     )
     parts = [slice(start, end) for start, end in pairwise(edges)]
-    return images.batches(
-        choices,
-        parts[group.rank :: group.world_size],
-        view=view,
-        padding=padding,
-        cutout=cutout,
-        channels_last=True,
-    )
+    return images.batches(choices, parts[group.rank :: group.world_size], view=view, channels_last=True)
 
 
 class _Moments:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from swap_pipeline.data.augmentation import crops, cut_out_by_index, cut_out_by_mask, flipped
+from swap_pipeline.data.augmentation import Changes, augmented
 from swap_pipeline.data.epochs import EpochChoices
 from swap_pipeline.data.prepared import View, open_split, pixel_scale, read_labels, read_meta
 from swap_pipeline.errors import SwapError
@@ -32,8 +32,6 @@ class Split(Protocol):
         parts: Sequence[slice],
         *,
         view: View | None,
-        padding: int,
-        cutout: int,
         channels_last: bool,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Normalised, augmented images and their labels, for each of these ranges of positions in the epoch."""
@@ -62,6 +60,11 @@ class Images:
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels.to(torch.float32).sub_(self.mean).div_(self.std)
 
+    def augment(self, pixels: torch.Tensor, changes: Changes, *, channels_last: bool) -> torch.Tensor:
+        """Changed and normalised; `pixels` may be overwritten."""
+        seen = augmented(pixels, changes, mean=self.mean, std=self.std)
+        return seen if channels_last else seen.contiguous()
+
     def start(self) -> None:
         """Images in memory are there."""
 
@@ -75,12 +78,10 @@ class Images:
         parts: Sequence[slice],
         *,
         view: View | None,
-        padding: int,
-        cutout: int,
         channels_last: bool,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for part in parts:
-            yield make_batch(self, choices, part, padding=padding, cutout=cutout, channels_last=channels_last)
+            yield make_batch(self, choices, part, channels_last=channels_last)
 
     def test_batches(
         self, *, batch_size: int, rank: int, world_size: int, view: View | None
@@ -108,43 +109,9 @@ def read_images(folder: Path, split: str, device: torch.device) -> Images:
 
 
 def make_batch(
-    images: Images,
-    choices: EpochChoices,
-    positions: slice,
-    *,
-    padding: int = 0,
-    cutout: int = 0,
-    channels_last: bool = True,
+    images: Images, choices: EpochChoices, positions: slice, *, channels_last: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normalised, augmented images at `positions` of the epoch, and their labels."""
-    own = choices.of_batch(positions)
-    batch = replace(images, pixels=images.pixels.index_select(0, own.order), labels=images.labels[own.order])
-    return augmented(batch, own, padding=padding, cutout=cutout, channels_last=channels_last)
-
-
-def augmented(
-    batch: Images, choices: EpochChoices, *, padding: int, cutout: int, channels_last: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch, normalised and augmented by its own choices, and its labels; its pixels may be changed on the way.
-
-    All is done by rows, with the channels of a pixel side by side, so that values are read and computed in long runs.
-    """
-    pixels = batch.pixels.permute(0, 2, 3, 1)
-    number, height, width, channels = pixels.shape
-    if choices.flip is not None:
-        pixels = flipped(pixels, choices.flip)
-    if padding:
-        assert choices.top is not None and choices.left is not None
-        # What is flipped already is cropped from the other side.
-        left = choices.left if choices.flip is None else choices.left.where(~choices.flip, 2 * padding - choices.left)
-        lines = crops(pixels, choices.top, left, padding)
-    else:
-        lines = pixels.reshape(number, height, width * channels)
-    mean, std = (values.view(-1).repeat(width) for values in (batch.mean, batch.std))
-    seen = lines.to(torch.float32).sub_(mean).div_(std).view(number, height, width, channels)
-    if cutout:
-        assert choices.cut_top is not None and choices.cut_left is not None
-        cut_out = cut_out_by_index if seen.device.type == "cpu" else cut_out_by_mask
-        cut_out(seen, choices.cut_top, choices.cut_left, cutout)
-    seen = seen.permute(0, 3, 1, 2)
-    return seen if channels_last else seen.contiguous(), batch.labels
+    chosen, changes = choices.order[positions], choices.changes.of_batch(positions)
+    pixels = images.pixels.index_select(0, chosen)
+    return images.augment(pixels, changes, channels_last=channels_last), images.labels[chosen]

@@ -29,7 +29,7 @@ from torchvision.transforms.v2 import functional
 
 from swap_pipeline.config.seeds import derive_seed
 from swap_pipeline.data.epochs import EpochChoices
-from swap_pipeline.data.images import Images, augmented
+from swap_pipeline.data.images import Images
 from swap_pipeline.data.prepared import Meta, View, open_split, pixel_scale, read_labels
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.environment import num_loaders
@@ -216,8 +216,6 @@ class FileImages:
         parts: Sequence[slice],
         *,
         view: View | None,
-        padding: int,
-        cutout: int,
         channels_last: bool,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         assert view is not None
@@ -230,8 +228,8 @@ class FileImages:
 
         plan = ([cut(position) for position in range(part.start, part.stop)] for part in parts)
         for part, images in zip(parts, self._read(plan), strict=True):
-            own = choices.of_batch(part)
-            yield augmented(images, own, padding=padding, cutout=cutout, channels_last=channels_last)
+            changes = choices.changes.of_batch(part)
+            yield images.augment(images.pixels, changes, channels_last=channels_last), images.labels
 
     def test_batches(
         self, *, batch_size: int, rank: int, world_size: int, view: View | None

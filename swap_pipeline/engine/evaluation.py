@@ -11,12 +11,10 @@ from swap_pipeline.config.params import Precision
 from swap_pipeline.data.images import Split
 from swap_pipeline.data.prepared import View
 from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.loss import CLASSES_FOR_TOP5, num_hits, num_top5_hits, summed_loss
 from swap_pipeline.engine.out_of_memory import must_fit
 from swap_pipeline.engine.precision import autocast
 from swap_pipeline.runtime.environment import eval_batch_size
-
-CLASSES_FOR_TOP5 = 100
-"""With fewer classes, five guesses say little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +46,13 @@ def evaluate(
         too_much = must_fit(f"an evaluation's batch of {len(labels)} images", remedy="lower SWAP_EVAL_BATCH")
         with too_much, autocast(precision, group.device):
             logits = network(batch)
-        top5 = logits.shape[1] >= CLASSES_FOR_TOP5
-        sums[0] += nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-        sums[1] += (logits.argmax(dim=1) == labels).sum()
-        if top5:
-            sums[2] += (logits.topk(5, dim=1).indices == labels[:, None]).sum()
-    loss_sum, hits, hits_of_five = group.sum(sums).tolist()
+        sums[0] += summed_loss(logits, labels)
+        sums[1] += num_hits(logits, labels)
+        if top5 := logits.shape[1] >= CLASSES_FOR_TOP5:
+            sums[2] += num_top5_hits(logits, labels)
+    loss_sum, hits, top5_hits = group.sum(sums).tolist()
     return Score(
         loss=loss_sum / len(images),
         accuracy=100 * hits / len(images),
-        top5=100 * hits_of_five / len(images) if top5 else None,
+        top5=100 * top5_hits / len(images) if top5 else None,
     )

@@ -15,7 +15,7 @@ from torch import nn
 from swap_pipeline.config.common_params import Setting
 from swap_pipeline.config.params import Compute, Optimizer, Schedule
 from swap_pipeline.config.schedules import by_epoch, learning_rate_of
-from swap_pipeline.data.prepared import Meta, View
+from swap_pipeline.data.prepared import View
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.engine.opening import open_data, view_of_checkpoint
 from swap_pipeline.engine.results import describe_model, write_result
@@ -26,8 +26,10 @@ from swap_pipeline.runtime.progress import Reporter
 from swap_pipeline.runtime.rank import UNEXPECTED
 from swap_pipeline.storage.tensor_files import TensorFile, UnreadableFileError, read_tensors, write_tensors
 from swap_pipeline.storage.weights import load_weights
+from swap_pipeline.training.checks import check_view
+from swap_pipeline.training.keeping import Keeping
 from swap_pipeline.training.loop import train
-from swap_pipeline.training.run import Run, as_prepared
+from swap_pipeline.training.run import Run, TrainingData, as_prepared
 from swap_pipeline.training.snapshots import drop_snapshots, epoch_of_newest_snapshot
 
 
@@ -67,19 +69,6 @@ def _view_of(given: Schedule, first_epoch: int) -> Callable[[float], View | None
     return lambda epoch: View(size=size(epoch), min_scale=None if scale is None else scale(epoch))
 
 
-def check_view(run: Run, meta: Meta) -> None:
-    """Images in files need a size to be brought to, and images in memory have theirs."""
-    view = run.view(0)
-    key = f"params.yaml: {run.section}.image_size"
-    if meta.shape is None and view is None:
-        raise SwapError(f"{key} is missing: these images are read from files of any size, so say what to bring them to")
-    if meta.shape is not None and view is not None:
-        raise SwapError(
-            f"{key} has no effect on images that were prepared in memory, {meta.shape[1]}×{meta.shape[2]} pixels: "
-            f"remove it (and min_scale), or set data.max_gb_in_memory: 0 to read them from their files"
-        )
-
-
 @contextlib.contextmanager
 def _explained(compute: Compute) -> Iterator[None]:
     """torch's word for an operation that it cannot repeat exactly on a GPU, with the way out."""
@@ -114,15 +103,9 @@ def run_training_job(
         meta, train_images, test_images = open_data(setting, group)
         check_view(run, meta)
         description = describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes))
-        network = new_network(description, seed=start if isinstance(start, int) else 0)
-        decay = run.ema_decay
-        if isinstance(start, Path):
-            load_weights(network, start)
-            if run.epochs == 0:  # the result is the start itself, and sees images as that did
-                decay, view_of_start = TensorFile(start).info.get("ema_decay"), view_of_checkpoint(start)
-                run = replace(run, view=lambda epoch: view_of_start)
-        elif setting.model.pretrained:
-            load_pretrained(network, description)
+        network = _network_at(start, description, pretrained=setting.model.pretrained)
+        if isinstance(start, Path) and run.epochs == 0:
+            run = _as_it_came(run, start)
         folder.check_inputs()
         if group.is_main:
             _repeat_what_was_lost(folder, keep, header)
@@ -130,46 +113,47 @@ def run_training_job(
 
         def info_after(epoch: int) -> dict[str, Any]:
             view = run.view(max(0, epoch - 1))
-            about = describe_model(
-                description,
-                meta,
-                image_shape=train_images.image_shape(view),
-                view=view,
-                test_crop=setting.augment.test_crop,
-            )
-            mean = {"ema_decay": decay} if decay else {}
-            return {**about, **header, **mean}
+            shape, test_crop = train_images.image_shape(view), setting.augment.test_crop
+            about = describe_model(description, meta, image_shape=shape, view=view, test_crop=test_crop)
+            return {**about, **header, **({"ema_decay": run.ema_decay} if run.ema_decay else {})}
 
         def keep_model(epoch: int, network: nn.Module) -> None:
             if epoch in keep:
                 write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
 
+        reporter = Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main)
         with _explained(setting.compute):
             record = train(
                 run,
                 network,
-                train_images=train_images,
-                test_images=test_images,
-                augment=setting.augment,
+                TrainingData(
+                    train=train_images, test=test_images, augment=setting.augment, num_classes=len(meta.classes)
+                ),
                 optimizer=optimizer,
                 compute=setting.compute,
                 group=group,
-                snapshots=folder.path,
-                reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
-                num_classes=len(meta.classes),
-                at_epoch_end=keep_model,
+                keeping=Keeping(snapshots=folder.path, reporter=reporter, at_epoch_end=keep_model),
             )
         if group.is_main:
-            info = info_after(len(record.curve))
-            about = {**group.as_json(), "ran": [began, time.time()]}
-            kept = {epoch: name for epoch, name in keep.items() if epoch <= len(record.curve)}
-            if lost := _first_lost(folder.kept, kept, header):
-                epoch, what = lost
-                raise SwapError(
-                    f"{UNEXPECTED} loss: {what}: run `dvc repro`, which repeats it from before epoch {epoch}"
-                )
-            write_result(folder, network, info, {**record.as_json(), **about}, kept=kept.values())
+            kept = _all_kept(folder, keep, header, epochs=len(record.curve))
+            about = {**record.as_json(), **group.as_json(), "ran": [began, time.time()]}
+            write_result(folder, network, info_after(len(record.curve)), about, kept=kept)
             drop_snapshots(folder.path)
+
+
+def _network_at(start: int | Path, description: Mapping[str, Any], *, pretrained: bool) -> nn.Module:
+    network = new_network(description, seed=start if isinstance(start, int) else 0)
+    if isinstance(start, Path):
+        load_weights(network, start)
+    elif pretrained:
+        load_pretrained(network, description)
+    return network
+
+
+def _as_it_came(run: Run, start: Path) -> Run:
+    """A run without epochs: the result is the start itself, and sees images as that did."""
+    view = view_of_checkpoint(start)
+    return replace(run, ema_decay=TensorFile(start).info.get("ema_decay"), view=lambda epoch: view)
 
 
 def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str], header: Mapping[str, Any]) -> None:
@@ -180,6 +164,15 @@ def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str], header: Ma
         epoch, what = lost
         print(f"warning: {what}: training is repeated from before epoch {epoch}", flush=True)
         drop_snapshots(folder.path, from_epoch=epoch)
+
+
+def _all_kept(folder: JobFolder, keep: Mapping[int, str], header: Mapping[str, Any], *, epochs: int) -> list[str]:
+    """The models that were kept on the way, which must all be there."""
+    kept = {epoch: name for epoch, name in keep.items() if epoch <= epochs}
+    if lost := _first_lost(folder.kept, kept, header):
+        epoch, what = lost
+        raise SwapError(f"{UNEXPECTED} loss: {what}: run `dvc repro`, which repeats it from before epoch {epoch}")
+    return list(kept.values())
 
 
 def _first_lost(kept: Path, names: Mapping[int, str], header: Mapping[str, Any]) -> tuple[int, str] | None:

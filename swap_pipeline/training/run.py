@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from swap_pipeline.config.params import Augment
+from swap_pipeline.data.images import Split
 from swap_pipeline.data.prepared import View
 from swap_pipeline.engine.evaluation import Score
 
@@ -39,6 +41,16 @@ class Run:
     """τ in percent: the run ends with the first epoch whose training accuracy is above it"""
     chance: str = ""
     """for people, where the name does not tell it: which seed of `params.yaml` it is"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """What a run learns from, and what it is tested on."""
+
+    train: Split
+    test: Split
+    augment: Augment
+    num_classes: int
 
 
 @dataclass(frozen=True, kw_only=True)

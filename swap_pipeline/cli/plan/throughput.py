@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
 
 from swap_pipeline.cli.plan.plan import Size
 from swap_pipeline.cli.plan.times import Throughput
 from swap_pipeline.config.params import Compute, Model, Optimizer
 from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.loss import training_loss
 from swap_pipeline.engine.placement import set_up
 from swap_pipeline.engine.precision import autocast, resolve
 from swap_pipeline.launch.devices import local_machine
@@ -62,7 +62,7 @@ def measure_throughput(
         def step() -> float:
             began = clock()
             with autocast(precision, device):
-                loss = nn.functional.cross_entropy(network(images), labels)
+                loss = training_loss(network(images), labels, label_smoothing=optimizer.label_smoothing)
             sgd.zero_grad(set_to_none=True)
             loss.backward()
             sgd.step()
