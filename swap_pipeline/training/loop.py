@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from swap_pipeline.config.params import Compute, Optimizer
 from swap_pipeline.config.seeds import derive_seed
 from swap_pipeline.data.epochs import batch_share, draw_epoch, steps_per_epoch
 from swap_pipeline.engine.distributed import Group
-from swap_pipeline.engine.evaluation import evaluate
+from swap_pipeline.engine.evaluation import Score, evaluate
 from swap_pipeline.engine.loss import num_hits, training_loss
 from swap_pipeline.engine.out_of_memory import must_fit
 from swap_pipeline.engine.placement import seed_torch, set_up
@@ -52,34 +52,21 @@ def train(
     curve, begun = resume(run, learner.state, keeping.snapshots, num_images=len(data.train))
     keeper = Keeper(keeping, run, learner.state, curve, begun)
 
-    while not (finished := reason_to_stop(run, curve)):
+    def test(epoch: int) -> Score:
+        return evaluate(learner.result, data.test, group=group, precision=compute.precision, view=run.view(epoch))
+
+    while not (finished := reason_to_stop(run, curve)):  # phase 1: while training accuracy ≤ τ
         epoch = len(curve)
         done = learner.epoch(_Steps(run, epoch, data, compute=compute, group=group), begun, keeper.after_step)
         if isinstance(done, Begun):
             keeper.end_within_epoch(done)
-        test = evaluate(learner.result, data.test, group=group, precision=compute.precision, view=run.view(epoch))
-        curve.append(
-            Epoch(
-                epoch=epoch + 1,
-                learning_rate=done.learning_rate,
-                train_loss=done.loss,
-                train_accuracy=done.accuracy,
-                test_loss=test.loss,
-                test_accuracy=test.accuracy,
-                test_top5=test.top5,
-                seconds=done.seconds,
-            )
-        )
+        curve.append(done.tested(epoch + 1, test(epoch)))
         keeper.after_epoch(learner.result)
         begun = Begun.new(group)
 
     if learner.result is not network:
         network.load_state_dict(learner.result.state_dict())
-    if curve:
-        score = curve[-1].score
-    else:
-        score = evaluate(network, data.test, group=group, precision=compute.precision, view=run.view(0))
-    return Record(curve=tuple(curve), stopped_by=finished, score=score)
+    return Record(curve=tuple(curve), stopped_by=finished, score=curve[-1].score if curve else test(0))
 
 
 class _Steps:
@@ -119,9 +106,14 @@ class _Trained:
 
     learning_rate: float
     """of the last step"""
-    loss: float
-    accuracy: float
+    train_loss: float
+    train_accuracy: float
     seconds: float
+
+    def tested(self, epoch: int, score: Score) -> Epoch:
+        return Epoch(
+            epoch=epoch, test_loss=score.loss, test_accuracy=score.accuracy, test_top5=score.top5, **asdict(self)
+        )
 
 
 class _Learner:
@@ -173,8 +165,8 @@ class _Learner:
         num_images = steps.count * steps.batch_size
         return _Trained(
             learning_rate=steps.learning_rate(steps.count - 1),
-            loss=loss_sum / num_images,
-            accuracy=100 * hits / num_images,
+            train_loss=loss_sum / num_images,
+            train_accuracy=100 * hits / num_images,
             seconds=seconds,
         )
 

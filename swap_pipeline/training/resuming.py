@@ -59,19 +59,18 @@ class State:
 
     def tensors_within_epoch(self, begun: Begun) -> dict[str, torch.Tensor]:
         """What each shard or rank has of its own within an epoch: running statistics, sums of loss and hits."""
-        own = {"sums.epoch": begun.sums}
-        if self.mean is not None:
-            own |= {f"mean_ranks.{key}": tensor for key, tensor in self.mean.network.named_buffers()}
         shards = {f"shards.{key}": tensor for key, tensor in self.shards.stacked().items()}
-        return shards | {key: self.group.gather(tensor) for key, tensor in own.items()}
+        return shards | {key: self.group.gather(tensor) for key, tensor in self._own_of_rank(begun).items()}
+
+    def _own_of_rank(self, begun: Begun) -> dict[str, torch.Tensor]:
+        buffers = {} if self.mean is None else dict(self.mean.network.named_buffers())
+        return {"sums.epoch": begun.sums, **{f"mean_ranks.{key}": tensor for key, tensor in buffers.items()}}
 
     def layout(self, *, within_epoch: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Types and shapes of a snapshot's tensors."""
         expected = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.tensors().items()}
         if within_epoch:
-            own = {"sums.epoch": Begun.new(self.group).sums}
-            if self.mean is not None:
-                own |= {f"mean_ranks.{key}": tensor for key, tensor in self.mean.network.named_buffers()}
+            own = self._own_of_rank(Begun.new(self.group))
             expected |= {f"shards.{key}": spec for key, spec in self.shards.layout().items()}
             expected |= {key: (t.dtype, (self.group.world_size, *t.shape)) for key, t in own.items()}
         return expected
