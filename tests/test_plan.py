@@ -387,7 +387,7 @@ def test_text_and_picture_leave_out_a_phase_2_that_there_is_not(tmp_path: Path) 
     flat = re.sub(r" +", " ", text_of(forecast(plan)))
     assert "phase 2" not in flat
     assert "phase 3, 1 model 8 – 0 0 0 –" in flat
-    draw(plan, tmp_path / "plan.svg", title="a plan")
+    draw(params_with({**PAPER_CIFAR10, **NO_PHASE2}), tmp_path / "plan.svg", title="a plan")
     assert points_of(tmp_path / "plan.svg", "rate-phase1")
     assert "rate-phase2" not in (tmp_path / "plan.svg").read_text()
 
@@ -704,8 +704,8 @@ def points_of(svg: Path, name: str) -> list[tuple[float, float]]:
 
 
 def test_the_plot_draws_rates_above_batch_sizes(tmp_path: Path) -> None:
-    plan = plan_of({"phase1.batch_size": [[0, 4096], [100, 2048]]})
-    draw(plan, tmp_path / "plan.svg", title="a plan")
+    params = params_with({**PAPER_CIFAR10, "phase1.batch_size": [[0, 4096], [100, 2048]]})
+    draw(params, tmp_path / "plan.svg", title="a plan")
 
     rates, later = points_of(tmp_path / "plan.svg", "rate-phase1"), points_of(tmp_path / "plan.svg", "rate-phase2")
     sizes, small = (points_of(tmp_path / "plan.svg", f"batch-{phase}") for phase in ("phase1", "phase2"))
@@ -728,7 +728,7 @@ def test_the_plot_draws_rates_above_batch_sizes(tmp_path: Path) -> None:
 
 def test_plots_are_the_same_bytes_each_time_and_may_be_png(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "c.png"):
-        draw(plan_of({}), tmp_path / name, title="a plan")
+        draw(params_with(PAPER_CIFAR10), tmp_path / name, title="a plan")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     with Image.open(tmp_path / "c.png") as picture:
         assert picture.format == "PNG"

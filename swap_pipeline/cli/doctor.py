@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from swap_pipeline.launch.devices import (
     share_of_worker,
     this_machine,
 )
+from swap_pipeline.report.git import changed_files, git
 from swap_pipeline.runtime import environment
 from swap_pipeline.runtime.environment import find_root
 from swap_pipeline.runtime.job_folder import scratch_root
@@ -340,30 +340,19 @@ def _dvc() -> Iterator[Finding]:
 
 
 def _git_state() -> Iterator[Finding]:
-    inside = _git("rev-parse", "--show-toplevel")
-    if inside is None:
+    if git("rev-parse", "--show-toplevel") is None:
         yield _problem("git", "this is no git repository, which DVC needs: `git init`, or clone the project")
         return
-    if _git("rev-parse", "--verify", "--quiet", "HEAD") is None:
+    if git("rev-parse", "--verify", "--quiet", "HEAD") is None:
         yield _note("git", "nothing is committed yet: commit, so that experiments have something to start from")
         return
-    head = f"{_git('rev-parse', '--abbrev-ref', 'HEAD')} at {_git('rev-parse', '--short', 'HEAD')}"
-    changed = [line[3:] for line in (_git("status", "--porcelain") or "").splitlines()]
+    head = f"{git('rev-parse', '--abbrev-ref', 'HEAD')} at {git('rev-parse', '--short', 'HEAD')}"
+    changed = changed_files() or []
     if changed:
         some = ", ".join(changed[:3]) + (" …" if len(changed) > 3 else "")
         yield _note("git", f"{head}, {len(changed)} files are not committed ({some})")
     else:
         yield _ok("git", f"{head}, all is committed")
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        # Without the option, git status writes its index anew.
-        command = ("git", "--no-optional-locks", *arguments)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.rstrip("\n") if done.returncode == 0 else None
 
 
 def _ok(topic: str, text: str) -> Finding:

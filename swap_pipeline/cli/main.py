@@ -135,7 +135,7 @@ def plan(
 
     forecast = make_forecast(params, file=file, num_gpus=gpus, images_per_second=images_per_second)
     if plot is not None:
-        draw(forecast.plan, plot, title=forecast.title)
+        draw(params, plot, title=forecast.title)
         _say(f"drawn: {plot}", err=True)
     _say(json_of(forecast) if as_json else text_of(forecast))
 

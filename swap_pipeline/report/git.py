@@ -12,3 +12,10 @@ def git(*arguments: str) -> str | None:
     except (FileNotFoundError, PermissionError, UnicodeDecodeError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def changed_files(*arguments: str) -> list[str] | None:
+    """What differs from the last commit, None if git cannot say; its index is not written anew for this."""
+    status = git("--no-optional-locks", "status", "--porcelain", *arguments)
+    # The first two characters are a status; `git` strips a blank at the very beginning.
+    return None if status is None else [line.strip().partition(" ")[2].strip() for line in status.splitlines()]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.report.git import git
+from swap_pipeline.report.git import changed_files, git
 from swap_pipeline.storage.files import read_yaml
 
 PACKAGES = ("swap-pipeline", "torch", "torchvision", "numpy", "dvc", "matplotlib")
@@ -104,9 +104,7 @@ def versions() -> dict[str, str]:
 def code_version() -> dict[str, Any]:
     """The commit, what differs from it, and DVC's experiment; None for what is not known."""
     commit = git("rev-parse", "HEAD")
-    status = None if commit is None else git("--no-optional-locks", "status", "--porcelain", "-uno", "--", ".")
-    # The first two characters are a status; `git` strips a blank at the very beginning.
-    changed = None if status is None else [line.strip().partition(" ")[2].strip() for line in status.splitlines()]
+    changed = None if commit is None else changed_files("-uno", "--", ".")
     return {
         "commit": commit,
         "changed": None if changed is None else [name for name in changed if not _is_written_by_dvc(name)],

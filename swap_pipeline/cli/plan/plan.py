@@ -1,7 +1,7 @@
 """What a params file will do: steps, samples, FLOPs, bytes and seconds, by arithmetic alone.
 
 Nothing is read, built or measured here: what is known of the data, the network, the devices and their speed comes as
-plain objects (`plan_facts`, `throughput`), so that 16 GPUs can be planned for on a machine that has none.
+plain objects (`facts`, `throughput`), so that 16 GPUs can be planned for on a machine that has none.
 """
 
 from __future__ import annotations

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from swap_pipeline.config.params import Params
 from swap_pipeline.errors import SwapError
 from swap_pipeline.report.figures import FORMATS, picture_bytes
-from swap_pipeline.report.figures_schedules import Course, draw_schedules
+from swap_pipeline.report.figures_schedules import draw_schedules, planned_courses
 from swap_pipeline.storage.files import atomic_write
-
-if TYPE_CHECKING:  # which imports torch: a name can be refused without
-    from swap_pipeline.cli.plan.plan import Plan, RunPlan
 
 
 def check_format(path: Path) -> str:
@@ -22,32 +19,11 @@ def check_format(path: Path) -> str:
     return kind
 
 
-def draw(plan: Plan, path: Path, *, title: str) -> None:
-    """Write the picture; phase 2, if there is one, begins where phase 1 ends at the latest."""
-    kind = check_format(path)
-    courses = [
-        _course(plan.phase1, "phase 1, at most" if plan.may_end_early else "phase 1"),
-    ]
-    if plan.worker.epochs:
-        courses.append(_course(plan.worker, f"phase 2, W = {plan.num_workers}").later(plan.phase1.epochs))
-    picture = picture_bytes(draw_schedules(courses, title=title).figure, kind)
+def draw(params: Params, path: Path, *, title: str) -> None:
+    """Write the picture that the report will have, too."""
+    picture = picture_bytes(draw_schedules(planned_courses(params), title=title).figure, check_format(path))
     try:
         with atomic_write(path) as file:
             file.write(picture)
     except OSError as error:
         raise SwapError(f"--plot {path} cannot be written: {error.strerror or error}") from None
-
-
-def _course(run: RunPlan, label: str) -> Course:
-    return Course(
-        section=run.section,
-        label=label,
-        rates=tuple(
-            point
-            for part in run.stretches
-            for point in ((part.first_epoch, part.first_rate), (part.last_epoch, part.last_rate))
-        ),
-        batch_sizes=tuple(
-            (epoch, float(part.batch_size)) for part in run.stretches for epoch in (part.first_epoch, part.last_epoch)
-        ),
-    )
