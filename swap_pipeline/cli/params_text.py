@@ -57,4 +57,4 @@ def text_of(found: list[Entry]) -> str:
         default = "" if entry.default is None or not is_set else f"  (default {entry.default})"
         lines.append(f"{'*' if is_set else ' '} {entry.key:{widest}}  {entry.value}{default}")
         lines += textwrap.wrap(entry.doc, _WIDTH, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join([*lines, "", "Marked *: differs from the default, or has none. –: not set."])
+    return "\n".join([*lines, "", "* differs from the default, or has none; –: not set"])
