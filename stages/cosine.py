@@ -47,7 +47,7 @@ def compute_cosines(params: Params, given: Analysis, folder: JobFolder) -> None:
         for seed in params.workers.seeds
     ]
     kept_on_the_way = any(len(snapshots) > 1 for snapshots in course)
-    with process_group() as group:
+    with process_group(deterministic=params.compute.deterministic) as group:
         run_cosine_job(
             [snapshot for snapshots in course for snapshot in snapshots] if kept_on_the_way else [],
             swap=PHASE3.model,

@@ -33,7 +33,7 @@ def compute_planes(params: Params, given: Analysis, folder: JobFolder) -> None:
     from swap_pipeline.config.common_params import setting_of
     from swap_pipeline.engine.distributed import process_group
 
-    with process_group() as group:
+    with process_group(deterministic=params.compute.deterministic) as group:
         run_landscape_job(
             lb=PHASE1.model,
             workers={seed: worker(seed).model for seed in params.workers.seeds},

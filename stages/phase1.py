@@ -33,7 +33,7 @@ def train_phase1(params: Params, folder: JobFolder) -> None:
     from swap_pipeline.training.job import make_run, run_training_job
 
     phase = params.phase1
-    with process_group() as group:
+    with process_group(deterministic=params.compute.deterministic) as group:
         run_training_job(
             make_run(
                 phase,

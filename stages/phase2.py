@@ -72,7 +72,7 @@ def train_worker(params: Params, instance: Instance, folder: JobFolder) -> None:
 
     phase = params.phase2
     assert instance.seed is not None
-    with process_group() as group:
+    with process_group(deterministic=params.compute.deterministic) as group:
         run_training_job(
             make_run(
                 phase,

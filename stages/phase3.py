@@ -56,7 +56,7 @@ def average_workers(params: Params, folder: JobFolder) -> None:
         epoch: models_after(epoch, seeds=seeds, epochs=phase2.epochs, cycles=phase2.cycles)
         for epoch in (*models_to_keep(phase2.keep_epochs, epochs=phase2.epochs), phase2.epochs)
     }
-    with process_group() as group:
+    with process_group(deterministic=params.compute.deterministic) as group:
         for path, instance in {path: of for files in models.values() for path, of in files.items()}.items():
             check_origin(path, instance.origin)
         run_averaging_job(

@@ -37,7 +37,7 @@ def average_some(params: Params, given: Analysis, folder: JobFolder) -> None:
     cycles = models_of_cycles(epochs=params.phase2.epochs, cycles=params.phase2.cycles)
     names = [*cycles.values(), LAST_MODEL]
     folders = {seed: worker(seed).checkpoints for seed in params.workers.seeds}
-    with process_group() as group:
+    with process_group(deterministic=params.compute.deterministic) as group:
         run_subsets_job(
             {seed: [models / name for name in names] for seed, models in folders.items()},
             start=PHASE1.model,

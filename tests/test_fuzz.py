@@ -213,7 +213,7 @@ def snapshot(seed: int, epochs: int, width: int = 2) -> tuple[Tensors, dict[str,
         }
         for epoch in range(1, epochs + 1)
     ]
-    return tensors, {"run": ["phase1", 5], "curve": rows, "precision": "fp32", "scaler": {}}
+    return tensors, {"run": ["phase1", 5], "curve": rows, "precision": "fp32", "scaler": {}, "hardware": "cpu"}
 
 
 def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
@@ -237,7 +237,7 @@ def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
         net = little(4)
         sgd = sgd_of(net)
         state = State(network=net, sgd=sgd, shards=Shards(net, run.shards, ALONE), mean=None, group=ALONE)
-        curve, _ = resume(run, state, tmp_path, num_images=1000)
+        curve, _ = resume(run, state, tmp_path, num_images=1000, deterministic=True)
         parts = {"network": net.state_dict(), "momentum": sgd.momentum()}
         found = {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
         said = capsys.readouterr().out

@@ -17,9 +17,19 @@ def test_a_batch_that_does_not_fit_into_memory_is_named_with_the_way_out() -> No
         torch.empty(2**50)
 
 
-def test_so_is_one_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+    ids=["allocator", "cuBLAS", "cuDNN", "driver"],
+)
+def test_so_is_one_on_a_gpu(error: Exception) -> None:
     with pytest.raises(SwapError, match="lower it"), must_fit("it", remedy="lower it"):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        raise error
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from test_training import COMPUTE, PLAIN, a_run, small_network, train_here, weights_of
+from torch import nn
 
 from swap_pipeline.config.params import Precision
 from swap_pipeline.engine import precision
+from swap_pipeline.engine.distributed import Group, process_group
+from swap_pipeline.engine.placement import set_up
 from swap_pipeline.errors import SwapError
 from swap_pipeline.training import keeping
 
@@ -22,6 +26,34 @@ CPU = torch.device("cpu")
 
 def test_auto_is_fp32_on_a_cpu() -> None:
     assert precision.resolve("auto", CPU) == "fp32"
+
+
+def test_tf32_is_refused_on_a_cpu() -> None:
+    with pytest.raises(SwapError, match="tf32, which only GPUs have: set it to auto or fp32"):
+        precision.resolve("tf32", CPU)
+
+
+@pytest.mark.parametrize("wanted", ["fp32", "tf32", "bf16"])
+def test_on_a_gpu_fp32_is_fp32_and_tf32_is_asked_for(
+    wanted: Precision, monkeypatch: pytest.MonkeyPatch, restored_backends: None
+) -> None:
+    monkeypatch.setattr(nn.Module, "to", lambda self, *arguments, **options: self)
+    gpu = Group(rank=0, world_size=1, device=torch.device("cuda", 0))
+
+    set_up(nn.Linear(1, 1), replace(COMPUTE, precision=wanted), gpu)
+
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    assert allowed == (wanted == "tf32",) * 2
+
+
+@pytest.fixture
+def restored_backends() -> Iterator[None]:
+    """What `set_up` changes for the whole process."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    old = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    yield
+    matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = old[:3]
+    torch.use_deterministic_algorithms(old[3])
 
 
 @pytest.mark.parametrize("wanted", ["bf16", "fp16"])
@@ -93,6 +125,42 @@ def test_an_fp16_run_taken_up_again_ends_in_the_same_bytes(tmp_path: Path) -> No
 
     assert torch.equal(weights_of(whole), weights_of(resumed))
     assert [row.train_loss for row in record.curve] == [row.train_loss for row in reference.curve]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_snapshot_of_another_kind_of_gpu_is_taken_up_only_if_bytes_may_differ(
+    deterministic: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = replace(COMPUTE, deterministic=deterministic)
+    monkeypatch.setattr(Group, "hardware", lambda group: "A100, cuDNN 9, NCCL 2")
+    train_here(small_network(), tmp_path, replace(a_run(), epochs=2), compute=compute)
+    monkeypatch.setattr(Group, "hardware", lambda group: "H100, cuDNN 9, NCCL 2")
+
+    train_here(small_network(), tmp_path, a_run(), compute=compute)
+
+    afresh = "the snapshot was trained on A100, cuDNN 9, NCCL 2, not H100, cuDNN 9, NCCL 2"
+    assert (afresh in capsys.readouterr().out) == deterministic
+
+
+def test_torch_is_made_deterministic_before_nccl_starts(
+    monkeypatch: pytest.MonkeyPatch, restored_backends: None
+) -> None:
+    was_deterministic = []
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "SWAP_DEVICE": "cuda"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+
+    def init(backend: str, **options: Any) -> None:
+        was_deterministic.append((backend, torch.are_deterministic_algorithms_enabled()))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    with process_group(deterministic=True):
+        pass
+
+    assert was_deterministic == [("nccl", True)]
 
 
 def test_a_snapshot_of_another_precision_is_not_taken_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

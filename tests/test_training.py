@@ -214,6 +214,38 @@ def test_a_step_is_that_of_torch_s_optimizer_bit_for_bit(settings: Optimizer) ->
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_gradients_that_are_laid_out_otherwise_than_their_parameter_move_it_the_same_way() -> None:
+    layer = nn.Linear(3, 2, bias=False)
+    before, gradient = layer.weight.detach().clone(), torch.randn(3, 2).t()
+    sgd = Sgd(layer, replace(NESTEROV, weight_decay=0.0), Scaler("fp32", torch.device("cpu")))
+    layer.weight.grad = gradient
+
+    sgd.step(0.1, skip_if=torch.tensor(0.0))
+
+    torch.testing.assert_close(layer.weight.detach(), before - 0.1 * (1 + NESTEROV.momentum) * gradient)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: no kernel image is available for execution on the device"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    ],
+    ids=["CUDA", "cuDNN", "cuBLAS"],
+)
+def test_an_error_of_the_gpu_is_not_taken_for_one_of_the_network(error: Exception, tmp_path: Path) -> None:
+    network = small_network()
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    network.register_forward_hook(fail)
+    with pytest.raises(RuntimeError) as raised:
+        train_here(network, tmp_path)
+    assert raised.value is error
+
+
 def test_training_in_one_process_does_not_import_the_compiler(tmp_path: Path) -> None:
     code = """
         import sys

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from swap_pipeline.config.parsing import knob
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 IntByEpoch = int | tuple[tuple[int, int], ...]
 """One value, or `[[epoch, value], …]`: each value holds from its epoch on."""
 FloatByEpoch = float | tuple[tuple[int, float], ...]
@@ -82,7 +82,7 @@ class Compute:
 
     precision: Precision = knob(
         "of forward and backward passes (weights are fp32); auto: bf16 on GPUs that have it, fp16 on other GPUs, "
-        "fp32 on CPU",
+        "fp32 on CPU; tf32: fp32 with faster, coarser products, on GPUs only",
         default="auto",
     )
     channels_last: bool = knob("memory layout of images and weights; usually the faster one", default=True)

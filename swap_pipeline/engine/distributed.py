@@ -35,6 +35,13 @@ class Group:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return f"{self.world_size} × {name}"
 
+    def hardware(self) -> str:
+        """What can change bytes where all else is the same: kind of GPU, and the libraries that compute on it."""
+        if self.device.type == "cpu":
+            return "cpu"
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return f"{torch.cuda.get_device_name(self.device)}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
+
     def as_json(self) -> dict[str, Any]:
         """For records: what a job ran on. On CPU a device is a core, so that times can be compared."""
         cores = self.world_size * torch.get_num_threads()
@@ -79,12 +86,17 @@ class Group:
 
 
 @contextlib.contextmanager
-def process_group() -> Iterator[Group]:
-    """Join the job that torchrun (or the launcher) started this process for."""
+def process_group(*, deterministic: bool = False) -> Iterator[Group]:
+    """Join the job that torchrun (or the launcher) started this process for.
+
+    NCCL looks only now whether sums have to be the same each time, and then does without NVLink's own (NVLS).
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so; started otherwise, a rank has its own node
     group = Group(rank=rank, world_size=world_size, device=device, ranks_here=here)
     if world_size == 1:

@@ -22,7 +22,11 @@ def must_fit(what: str, *, remedy: str) -> Iterator[None]:
         raise SwapError(f"{what} did not fit into memory: {remedy}") from None
 
 
+# Of the allocators of CPU and GPU, of cuBLAS, cuDNN and NCCL.
+_WORDS = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return "DefaultCPUAllocator" in str(error) or "out of memory" in str(error).lower()
+    return any(words.lower() in str(error).lower() for words in _WORDS)

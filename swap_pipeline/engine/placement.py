@@ -7,17 +7,17 @@ from torch import nn
 
 from swap_pipeline.config.params import Compute
 from swap_pipeline.engine.distributed import Group
-from swap_pipeline.engine.precision import check_cpu, resolve
+from swap_pipeline.engine.precision import allow_tf32, check_cpu, resolve
 
 
 def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
-    """Bring the network to its device and layout, and torch to the wanted degree of repeatability."""
-    if group.device.type == "cpu" and (precision := resolve(compute.precision, group.device)) != "fp32":
+    """Bring the network to its device and layout, and cuDNN to the wanted precision and choice of algorithms."""
+    precision = resolve(compute.precision, group.device)
+    if group.device.type == "cpu" and precision in ("bf16", "fp16"):
         check_cpu(precision)
     if group.device.type == "cuda":
+        allow_tf32(precision == "tf32")
         torch.backends.cudnn.benchmark = not compute.deterministic
-        torch.use_deterministic_algorithms(compute.deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     network.to(group.device)
     if compute.channels_last:
         network.to(memory_format=torch.channels_last)

@@ -17,8 +17,10 @@ from swap_pipeline.errors import SwapError
 _OVERFLOWS_ON_END = 24
 
 
-def resolve(precision: Precision, device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
+def resolve(precision: Precision, device: torch.device) -> Literal["fp32", "tf32", "bf16", "fp16"]:
     """What `auto` means here: bf16 on GPUs that have it, fp16 on older ones, fp32 on CPUs."""
+    if precision == "tf32" and device.type == "cpu":
+        raise SwapError("params.yaml: compute.precision is tf32, which only GPUs have: set it to auto or fp32")
     if precision != "auto":
         return precision
     if device.type == "cpu":
@@ -28,8 +30,14 @@ def resolve(precision: Precision, device: torch.device) -> Literal["fp32", "bf16
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A block whose forward pass runs in this precision."""
-    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[resolve(precision, device)]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(resolve(precision, device))
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def allow_tf32(allowed: bool) -> None:
+    """In products of fp32 numbers on a GPU. torch's default is no in matrices, but yes in convolutions."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
 
 
 _PROBE = """

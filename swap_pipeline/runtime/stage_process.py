@@ -132,11 +132,23 @@ def _tell_launcher(error: Exception) -> None:
         leave_for_launcher(f"{who}\n{traceback.format_exc()}")
 
 
+# As gloo and NCCL say it.
+_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL communicator was aborted",
+    "Failed to recv",
+)
+
+
 def _of_other_ranks(error: Exception) -> str:
     """What to tell of an error that only says that another rank is gone; empty for any other."""
     text = str(error)
     if "Timed out waiting" in text or "wait timeout after" in text:
         return f"waited {timeout_minutes():g} minutes for another rank"
-    if any(words in text for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")):
+    if any(words in text for words in _GONE):
         return "another rank is gone"
     return ""

@@ -54,6 +54,8 @@ def try_out(network: nn.Module, run: Run, data: TrainingData, *, precision: Prec
             with torch.no_grad(), autocast(precision, group.device):
                 output = network(torch.zeros(2, *shape, device=group.device))
         except Exception as error:
+            if _is_of_gpu(error) and not is_out_of_memory(error):
+                raise  # a driver, a library, a broken device: whatever it is, it is not the network
             raise _misfit(error, shape) from None
         if getattr(output, "shape", None) != (2, data.num_classes):
             found = f"{output.shape[1]} values" if getattr(output, "ndim", 0) == 2 else f"{type(output).__name__}"
@@ -61,6 +63,12 @@ def try_out(network: nn.Module, run: Run, data: TrainingData, *, precision: Prec
                 f"the network of params.yaml (model) gives {found} for each image, but the data has "
                 f"{data.num_classes} classes: let it give one value for each class"
             )
+
+
+def _is_of_gpu(error: Exception) -> bool:
+    """Whether CUDA or one of its libraries failed."""
+    words = ("CUDA error", "CUDA driver", "CUBLAS_STATUS", "CUDNN_STATUS", "cuDNN error", "cuFFT error", "HIP error")
+    return isinstance(error, torch.AcceleratorError) or any(word in str(error) for word in words)
 
 
 def _misfit(error: Exception, shape: tuple[int, ...]) -> SwapError:

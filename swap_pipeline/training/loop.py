@@ -49,7 +49,13 @@ def train(
     set_up(network, compute, group)
     try_out(network, run, data, precision=compute.precision, group=group)
     learner = _Learner(run, network, data, optimizer=optimizer, compute=compute, group=group)
-    curve, begun = resume(run, learner.state, keeping.snapshots, num_images=len(data.train))
+    curve, begun = resume(
+        run,
+        learner.state,
+        keeping.snapshots,
+        num_images=len(data.train),
+        deterministic=compute.deterministic,
+    )
     keeper = Keeper(keeping, run, learner.state, curve, begun)
 
     def test(epoch: int) -> Score:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.rank import quick_imports
+
+# Each shard keeps its own running statistics. The keyword had another name before torch 2.15.
+_KEYWORDS = inspect.signature(DistributedDataParallel.__init__).parameters
+_OWN_STATISTICS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _KEYWORDS else "broadcast_buffers": False
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +59,8 @@ def _parallel(network: nn.Module, image_shape: tuple[int, ...], group: Group) ->
         parallel = DistributedDataParallel(
             network,
             device_ids=[group.device] if group.device.type == "cuda" else None,
-            forward_sync_buffers=False,
             gradient_as_bucket_view=True,
+            **_OWN_STATISTICS,
         )
     parallel(blank).sum().backward()
     parallel.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from swap_pipeline.data.epochs import steps_per_epoch
 from swap_pipeline.engine.distributed import Group
-from swap_pipeline.errors import SwapError, shown
+from swap_pipeline.errors import SwapError, printable, shown
 from swap_pipeline.training.moving_mean import MovingMean
 from swap_pipeline.training.run import Epoch, Run
 from swap_pipeline.training.sgd import Sgd
@@ -101,6 +101,7 @@ def keep(run: Run, folder: Path, state: State, curve: list[Epoch], begun: Begun 
         "curve": [asdict(row) for row in curve],
         "precision": state.sgd.scaler.precision,
         "scaler": state.sgd.scaler.state(),
+        "hardware": state.group.hardware(),
     }
     if state.mean is not None:
         info["mean_steps"] = state.mean.steps
@@ -136,13 +137,13 @@ def _misfit(
     if state.mean is not None and (type(info.get("mean_steps")) is not int or info["mean_steps"] < 1):
         return "it does not say over how many steps its mean was taken"
     scaler, own_scaler = info.get("scaler"), state.sgd.scaler.state()
-    if not isinstance(scaler, dict) or info.get("precision") not in ("fp32", "bf16", "fp16"):
+    if not isinstance(scaler, dict) or info.get("precision") not in ("fp32", "tf32", "bf16", "fp16"):
         return "it does not say in which precision it was trained"
     if info["precision"] == state.sgd.scaler.precision and {key: type(value) for key, value in scaler.items()} != {
         key: type(value) for key, value in own_scaler.items()
     }:
         return "its gradient scale has another form"
-    return ""
+    return "" if isinstance(info.get("hardware"), str) else "it does not say what it was trained on"
 
 
 def _is_beginning(value: Any, run: Run, epoch: int, num_images: int) -> bool:
@@ -151,6 +152,16 @@ def _is_beginning(value: Any, run: Run, epoch: int, num_images: int) -> bool:
         return False
     steps = steps_per_epoch(num_images, run.batch_size(epoch))
     return type(value["step"]) is int and 0 < value["step"] < steps and type(value["seconds"]) is float
+
+
+def _other_setting(state: State, info: Mapping[str, Any], *, deterministic: bool) -> str:
+    """How the snapshot was trained, if it cannot be continued here as it was begun; empty if it can."""
+    precision, hardware = state.sgd.scaler.precision, state.group.hardware()
+    if info["precision"] != precision:  # `auto` on another kind of GPU
+        return f"in {info['precision']}, not {precision}"
+    if deterministic and info["hardware"] != hardware:  # a job that was put back into the queue
+        return f"on {printable(info['hardware'])}, not {hardware} (compute.deterministic is true)"
+    return ""
 
 
 def _read_alike(folder: Path, misfit: Callable[..., str], group: Group) -> _Snapshot | None:
@@ -170,15 +181,18 @@ def _read_alike(folder: Path, misfit: Callable[..., str], group: Group) -> _Snap
     )
 
 
-def resume(run: Run, state: State, folder: Path, *, num_images: int) -> tuple[list[Epoch], Begun]:
-    """Take up the newest snapshot; returns the curve so far, and how far the epoch after it has come."""
-    group, precision = state.group, state.sgd.scaler.precision
+def resume(run: Run, state: State, folder: Path, *, num_images: int, deterministic: bool) -> tuple[list[Epoch], Begun]:
+    """Take up the newest snapshot; returns the curve so far, and how far the epoch after it has come.
+
+    Not one of another precision, nor, where bytes have to be the same each time, of another kind of GPU.
+    """
+    group = state.group
     found = _read_alike(folder, functools.partial(_misfit, run, state, num_images), group)
     if found is None:
         return [], Begun.new(group)
     tensors, info = found
-    if info["precision"] != precision:  # `auto` on another kind of GPU
-        print(f"the snapshot was trained in {info['precision']}, not {precision}: starting afresh", flush=True)
+    if other := _other_setting(state, info, deterministic=deterministic):
+        print(f"the snapshot was trained {other}: starting afresh", flush=True)
         group.wait()
         if group.is_main:
             drop_snapshots(folder)  # of later epochs than the first new ones, which would be taken for older

@@ -47,6 +47,7 @@ class Sgd:
 
     @torch.no_grad()
     def step(self, rate: float, *, skip_if: torch.Tensor) -> None:
+        self._lay_out_gradients()
         if self.scaler.is_active:
             for settings in self._sgd_for_scaler.param_groups:
                 settings["lr"] = rate
@@ -67,6 +68,15 @@ class Sgd:
                 # The flag that gradient scaling uses: it is read on the device, without waiting for it here.
                 found_inf=skip_if,
             )
+
+    def _lay_out_gradients(self) -> None:
+        """Like their parameters, as the fused step takes them to be: on a GPU it refuses others, on a CPU it errs.
+
+        Autograd sees to it, but not where a dimension has size 1, nor for all compiled networks.
+        """
+        for parameter in self._named.values():
+            if (gradient := parameter.grad) is not None and gradient.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     @functools.cached_property
     def _sgd_for_scaler(self) -> torch.optim.SGD:
@@ -137,7 +147,7 @@ class FiniteGuard:
             raise self._error(f"the loss is not finite in epoch {epoch + 1}; such steps were")
 
     def _error(self, what: str) -> SwapError:
-        run, wider = self._run, {"fp16": "bf16 or fp32", "bf16": "fp32"}.get(self._precision)
+        run, wider = self._run, {"fp16": "bf16 or fp32", "bf16": "fp32", "tf32": "fp32"}.get(self._precision)
         chance = f" ({run.chance})" if run.chance else ""
         return SwapError(
             f"{run.name}{chance}: {what} not taken and no checkpoint written: "
