@@ -84,7 +84,7 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("data.train_images", 0, "data.train_images is 0, but must be at least 1"),
         ("model.width", 0, "model.width is 0, but must be at least 1"),
         ("model.options", 3, "model.options is 3, but must be a section with entries of its own"),
-        ("compute.precision", "fp8", "compute.precision is 'fp8': choose one of auto, fp32, bf16, fp16"),
+        ("compute.precision", "fp8", "compute.precision is 'fp8': choose one of auto, fp32, tf32, bf16, fp16"),
         (
             "model",
             {"name": "torchvision:resnet18", "pretrained": True, "zero_init_last_gamma": True},

@@ -21,8 +21,10 @@ from swap_pipeline.runtime.job_folder import JobFolder
 LONG = {"phase1.max_epochs": 30, "phase2.epochs": 30, "workers.seeds": [0, 1]}
 
 
-def during_repro(project: Project, stage: str, act: Callable[[], object], *arguments: str) -> tuple[int, str]:
-    """Run `dvc repro` and act once a stage has trained for two epochs; returns exit code and output."""
+def during_repro(
+    project: Project, stage: str, act: Callable[[], object], *arguments: str, jobs: int = 1
+) -> tuple[int, str]:
+    """Run `dvc repro` and act once so many jobs of a stage have trained for two epochs; returns code and output."""
     before = set((project.root / ".swap" / stage).glob("*"))
     process = subprocess.Popen(
         ["dvc", "repro", *arguments],
@@ -36,7 +38,7 @@ def during_repro(project: Project, stage: str, act: Callable[[], object], *argum
     wait_until(
         lambda: (
             process.poll() is not None
-            or any(path.parent not in before for path in folder.glob("*/snapshot_000002.safetensors"))
+            or len({path.parent for path in folder.glob("*/snapshot_00000[2-9].safetensors")} - before) >= jobs
         )
     )
     act()
@@ -56,7 +58,9 @@ def test_params_that_are_edited_while_workers_train_end_in_one_line_and_never_in
     expected.set_params({"phase2.peak_lr": 0.01})
     expected.dvc("repro", "phase3")
 
-    code, output = during_repro(finished, "phase2", lambda: finished.set_params({"phase2.peak_lr": 0.01}), "phase3")
+    code, output = during_repro(
+        finished, "phase2", lambda: finished.set_params({"phase2.peak_lr": 0.01}), "phase3", jobs=2
+    )
 
     assert code != 0
     (error,) = errors_in(output)
