@@ -128,7 +128,9 @@ def _check_workspace() -> None:
     if not _start().exists():
         return
     before = read_json(_start())
+    lock = git("rev-parse", "--git-path", "index.lock")
     remedies = [
+        *([f"rm {lock}"] if lock and Path(lock).exists() else []),
         *([f"git switch -f {before['branch']}"] if before["branch"] and _branch() is None else []),
         *(["git stash pop"] if _stash() not in (None, before["stash"]) else []),
     ]
