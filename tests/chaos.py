@@ -404,7 +404,7 @@ def read_only_scratch(project: Project, stage: str, rng: random.Random) -> None:
         run = start(project, stage)
         if run.end() == 0:
             raise LostError("it wrote on a disk that cannot be written")
-        check_one_line(run, "cannot be written")
+        check_one_line(run, "cannot be used")
 
 
 def hanging_rank(project: Project, stage: str, rng: random.Random) -> None:

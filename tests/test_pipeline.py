@@ -168,9 +168,8 @@ def test_a_seed_that_is_no_longer_listed_leaves_the_average_and_comes_back_untra
     fewer = finished.dvc("repro")
     assert sorted(ran(fewer)) == ["check", "phase3", "report"]
     assert not (finished.root / WORKERS[1]).exists()
-    assert finished.json("metrics/swap.json")["workers"]["test_accuracy_best"] == max(
-        finished.json(f"metrics/phase2/seed_{seed}.json")["test_accuracy"] for seed in (0, 2)
-    )
+    accuracies = [finished.json(f"metrics/phase2/seed_{seed}.json")["test_accuracy"] for seed in (0, 2)]
+    assert finished.json("metrics/swap.json")["workers"] == pytest.approx(sum(accuracies) / 2)
     shutil.rmtree(finished.root / ".swap")
 
     finished.set_params({"workers.seeds": [0, 1, 2]})
@@ -209,7 +208,7 @@ def test_an_edited_report_trains_nothing(finished: Project) -> None:
 def test_experiments_in_the_workspace_in_a_temporary_folder_and_from_the_queue(finished: Project) -> None:
     finished.dvc("exp", "run", "-n", "here", "-S", "phase2.peak_lr=0.02")
     finished.dvc("exp", "run", "-n", "aside", "--temp", "-S", "phase2.peak_lr=0.03")
-    finished.dvc("exp", "run", "-n", "queued", "--queue", "-S", "phase3.augment=true")
+    finished.dvc("exp", "run", "-n", "queued", "--queue", "-S", "+phase3.augment=true")
     finished.dvc("exp", "run", "--run-all")
 
     shown = json.loads(finished.dvc("exp", "show", "--json"))
@@ -219,13 +218,13 @@ def test_experiments_in_the_workspace_in_a_temporary_folder_and_from_the_queue(f
         data = experiment["revs"][0]["data"]
         params = data["params"]["params.yaml"]["data"]
         metrics = data["metrics"]["metrics/swap.json"]["data"]
-        found[experiment["name"]] = (params["phase2"]["peak_lr"], params["phase3"]["augment"], metrics)
+        found[experiment["name"]] = (params["phase2"]["peak_lr"], params["phase3"].get("augment"), metrics)
     assert {name: values[:2] for name, values in found.items()} == {
-        "here": (0.02, False),
-        "aside": (0.03, False),
+        "here": (0.02, None),
+        "aside": (0.03, None),
         "queued": (0.02, True),  # on top of the workspace, where "here" ran
     }
-    accuracies = {values[2]["phase1"]["train_accuracy"] for values in found.values()}
+    accuracies = {values[2]["phase1"] for values in found.values()}
     assert len(accuracies) == 1
     # Scratch is the project's, also for experiments that run elsewhere; nothing was trained twice.
     assert finished.trained("phase1") == 1
@@ -243,7 +242,7 @@ def test_the_flags_of_the_readme_give_a_narrow_table(finished: Project) -> None:
     output = finished.run("dvc", *shlex.split(command[1]), COLUMNS="200").stdout
     assert "slower" in output
     assert "phase2.peak_lr" in output
-    assert "workers.test_accuracy_mean" in output
+    assert "accuracy" in output and "workers" in output
     assert max(len(line) for line in output.splitlines()) <= 120
 
 
