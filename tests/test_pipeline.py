@@ -242,7 +242,7 @@ def test_the_flags_of_the_readme_give_a_narrow_table(finished: Project) -> None:
     output = finished.run("dvc", *shlex.split(command[1]), COLUMNS="200").stdout
     assert "slower" in output
     assert "phase2.peak_lr" in output
-    assert "accuracy" in output and "workers" in output
+    assert "workers" in output
     assert max(len(line) for line in output.splitlines()) <= 120
 
 

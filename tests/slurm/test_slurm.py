@@ -352,12 +352,14 @@ def test_a_controller_that_is_down_is_told_in_a_line_and_nothing_is_lost(
     launcher = start_stage(untrained, "stages.phase1")
     wait_until(lambda: has_come_to(untrained, "phase1", 2))
     cluster.end_controller()
+    params = untrained.root / "params.yaml"
+    started_with = params.read_text()
     untrained.set_params({"seed": 3})
     try:
         other = untrained.stage("phase1", SWAP_TIMEOUT_MINUTES="0.02")
     finally:
         cluster.start_controller()
-        untrained.set_params({"seed": 0})  # as the first one was started with
+        params.write_text(started_with)
 
     output = finish(launcher)
 
