@@ -349,17 +349,15 @@ def test_ctrl_c_at_a_terminal_asks_whether_to_cancel(untrained: Project, cluster
 def test_a_controller_that_is_down_is_told_in_a_line_and_nothing_is_lost(
     reference: Project, untrained: Project, cluster: Cluster
 ) -> None:
+    second = untrained.copy_to(untrained.root.parent / "second")
+    second.set_params({"seed": 3})
     launcher = start_stage(untrained, "stages.phase1")
     wait_until(lambda: has_come_to(untrained, "phase1", 2))
     cluster.end_controller()
-    params = untrained.root / "params.yaml"
-    started_with = params.read_text()
-    untrained.set_params({"seed": 3})
     try:
-        other = untrained.stage("phase1", SWAP_TIMEOUT_MINUTES="0.02")
+        other = second.stage("phase1", SWAP_TIMEOUT_MINUTES="0.02")
     finally:
         cluster.start_controller()
-        params.write_text(started_with)
 
     output = finish(launcher)
 
