@@ -77,7 +77,7 @@ def collects() -> bool:
 
 
 def run_stage(main: Callable[[], Any]) -> None:
-    """Call a stage's click command; what the user can mend ends in one line and exit code 1."""
+    """Call a stage's click command; what the user can fix ends in one line and exit code 1."""
     open_closed_streams()
     if is_rank():
         die_with_parent()
