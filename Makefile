@@ -1,57 +1,76 @@
-# `make run` trains with SWAP end to end; `make test` checks the code. Both make the environment they need.
-# `make VENV=<folder> run` uses an environment that exists already.
+# `make run` trains with SWAP end to end; `make test` checks the code; `make help` lists the rest. Each creates the
+# environment it needs. `make VENV=<folder> run` uses an environment that exists already. `make TORCH=2.10.0 run` makes
+# one with another torch, for GPUs or drivers that the tested one does not fit (docs/gpus.md).
 
-VENV ?= .venv
+VENV ?= .venv$(addprefix -torch-,$(TORCH))
 PYTHON ?= python3
 # Stages are started as `python -m …`, so the environment's Python comes first.
 RUN = PATH="$(abspath $(VENV))/bin:$$PATH"
 STAMP = $(VENV)/.swap-installed
 BENCH_STAMP = $(VENV)/.swap-bench-installed
+DOCS_STAMP = $(VENV)/.swap-docs-installed
 
-.PHONY: run analysis test test-long test-slurm chaos bench lint install pictures
+OLDEST_TORCH = 2.8.0
+
+.PHONY: run analysis test test-long test-gpu test-oldest test-slurm chaos bench docs lint install pictures help
 .DEFAULT_GOAL := run
 
-run: $(STAMP)
+run: $(STAMP) ## train end to end; the default
 	@$(RUN) swap check
 	@$(RUN) dvc repro
 
-# What a finished run looks like from inside: landscapes, directions, choices of workers.
-analysis: $(STAMP)
+analysis: $(STAMP) ## look inside a finished run: landscapes, gradient directions, subsets of workers
 	@$(RUN) dvc --cd analysis repro
 
-test: lint
+test: lint ## linters, types and the quick tests
 	@$(RUN) python -m pytest -n 2 --dist worksteal -m "not long"
 
-# What is left out above: whole pipelines, comparisons and analyses under DVC, pages in a browser.
-test-long: $(STAMP)
+test-long: $(STAMP) ## whole pipelines, comparisons and analyses under DVC, pages in a browser
 	@$(RUN) python -m pytest -n 2 --dist worksteal -m long
 
-# On a real Slurm, which is started in a temporary folder; Debian's packages are installed first where that is allowed.
-test-slurm: $(STAMP)
+test-gpu: $(STAMP) ## what needs GPUs; says what it skips for want of them
+	@$(RUN) python -m pytest -rs -m gpu tests/gpu
+
+test-oldest: ## the tests that compute, keep and resume, with the oldest torch, in an environment of its own (6 GB)
+	@$(MAKE) TORCH=$(OLDEST_TORCH) test-torch
+
+.PHONY: test-torch
+test-torch: $(STAMP)
+	@$(RUN) python -m pytest -n 2 --dist worksteal -m "not long" $(patsubst %,tests/test_%.py, \
+	  training shards batchnorm averaging checkpoint resume precision moving_mean memory gpus data loader models)
+
+# Slurm is started in a temporary folder; its Debian packages are installed first where that is allowed.
+test-slurm: $(STAMP) ## the tests on a real Slurm with two emulated nodes
 	@$(RUN) python tests/slurm_cluster.py
 	@$(RUN) python -m pytest -rs tests/slurm
 
-# Kills, full disks and damage at random moments, for most of an hour; CHAOS="--seed 7" repeats it with other moments.
-chaos: $(STAMP)
+# CHAOS="--seed 7" picks other moments.
+chaos: $(STAMP) ## kills, full disks and damage at random moments; most of an hour
 	@$(RUN) python tests/chaos.py $(CHAOS)
 
-# How fast it is, against a bare loop and against others; best on a machine that does nothing else.
 # BENCH="--only averaging" measures a part. BENCH="--cifar <path>" adds the rows about CIFAR-10's images: a folder with
-# train/<class>/*.jpg and test/<class>/*.jpg, or a tar of one (.tar, .tar.gz, .tar.xz), which is unpacked for the time.
-bench: $(BENCH_STAMP)
+# train/<class>/*.jpg and test/<class>/*.jpg, or a tar of one (.tar, .tar.gz, .tar.xz), which is unpacked temporarily.
+bench: $(BENCH_STAMP) ## speed against a bare loop and other libraries; needs an idle machine
 	@$(RUN) python -m benchmarks $(BENCH)
 
-lint: $(STAMP)
+docs: $(DOCS_STAMP) ## build the documentation into site/
+	@$(RUN) python docs/generate.py
+	@$(RUN) NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	@echo "documentation: site/index.html"
+
+lint: $(STAMP) ## ruff and mypy
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) mypy
 
-install: $(STAMP)
+install: $(STAMP) ## only create the environment
 
-# Those of the README, from what has run here.
-pictures:
+pictures: ## copy the figures of the runs here into docs/figures
 	@mkdir -p docs/figures
 	@cp report/figures/training.png $(addprefix analysis/figures/,landscape_phases.png landscape_workers.png cosine.png workers_accuracy.png) docs/figures/
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ifeq ($(origin VENV),command line)
 # Somebody's own environment: looked at, never changed.
@@ -63,19 +82,29 @@ $(STAMP):
 	  lacking = [name for name in needed.split() if not importlib.util.find_spec(name)]; \
 	  sys.exit(lacking and f"error: $(VENV) lacks {lacking}: $(VENV)/bin/pip install -c constraints.txt -e .[dev]" or 0)'
 # What it lacks of the peers is left out of the table.
-.PHONY: $(BENCH_STAMP)
+.PHONY: $(BENCH_STAMP) $(DOCS_STAMP)
 $(BENCH_STAMP): $(STAMP)
+$(DOCS_STAMP): $(STAMP)
+	@test -x $(VENV)/bin/mkdocs || { echo "error: $(VENV) lacks mkdocs: $(VENV)/bin/pip install -c constraints.txt -e .[docs]"; exit 1; }
 else
+# Another torch brings its own CUDA libraries, torchvision, triton and sympy.
+CONSTRAINTS = $(if $(TORCH),{ grep -vE '^(torch|torchvision|triton|sympy|nvidia-|cuda-)' constraints.txt; echo torch==$(TORCH); },cat constraints.txt)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV); torch with its CUDA libraries takes a few minutes the first time"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(CONSTRAINTS) > $(VENV)/constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
 	@echo "installing what is compared with: Lightning, timm, mergekit"
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]' \
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev,bench]' \
 	  || echo "not all of it can be installed here; what is missing is left out of the table"
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@echo "installing mkdocs-material"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev,docs]'
 	@touch $@
 endif

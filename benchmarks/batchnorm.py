@@ -47,8 +47,8 @@ def measure(options: Options) -> Iterator[Row]:
 def in_turns(*, prepared: str, width: int, batch_size: int, rounds: int) -> dict[str, Any]:
     """In a child: seconds of both passes."""
     from benchmarks.loops import ALONE
-    from swap_pipeline.averaging.batchnorm import batches_of_rank, recompute_statistics
     from swap_pipeline.data.images import read_images
+    from swap_pipeline.engine.batchnorm import batches_of_rank, recompute_statistics
     from swap_pipeline.engine.placement import set_up
 
     images = read_images(Path(prepared), "train", torch.device("cpu"))
@@ -60,7 +60,7 @@ def in_turns(*, prepared: str, width: int, batch_size: int, rounds: int) -> dict
 
     def statistics() -> float:
         began = time.perf_counter()
-        recompute_statistics(network, batches(), variance="pooled", group=ALONE)
+        recompute_statistics(network, batches(), group=ALONE)
         return time.perf_counter() - began
 
     @torch.inference_mode()

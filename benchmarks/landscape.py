@@ -53,9 +53,9 @@ def in_turns(*, width: int, num_images: int, points: int, rounds: int) -> dict[s
     from swap_pipeline.analysis.landscape_job import Prober
     from swap_pipeline.analysis.planes import Plane
     from swap_pipeline.analysis.sample import open_sample
-    from swap_pipeline.averaging.batchnorm import batches_of_rank
     from swap_pipeline.config.common_params import Setting
     from swap_pipeline.config.params import Model, Phase3
+    from swap_pipeline.engine.batchnorm import batches_of_rank
     from swap_pipeline.engine.placement import set_up
     from swap_pipeline.runtime.environment import eval_batch_size
 

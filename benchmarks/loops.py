@@ -37,26 +37,30 @@ _RATE = 1e-3
 LOADER_PROCESSES = (0, 1, 2)
 
 
+def _run(batch_size: int) -> Run:
+    return Run(
+        name="benchmark",
+        section="phase1",
+        seed=0,
+        batch_size=lambda epoch: batch_size,
+        epochs=1,
+        learning_rate=lambda epoch: _RATE * (1 - epoch / 1000),
+    )
+
+
 def ours(images: Images, test: Images, *, width: int, batch_size: int, compute: Compute = COMPUTE) -> Loop:
     """The real loop: an epoch over all images, timed by itself; evaluation and snapshots are not in its seconds."""
     network = resnet9(width)
     steps = len(images) // batch_size
     # What is compiled is compiled in the first epoch.
-    run = Run(
-        name="benchmark",
-        section="phase1",
-        seed=0,
-        batch_size=lambda epoch: batch_size,
-        epochs=2 if compute.compile else 1,
-        learning_rate=lambda epoch: _RATE * (1 - epoch / 2),
-    )
+    run = replace(_run(batch_size), epochs=2 if compute.compile else 1)
 
     def epoch() -> float:
         with tempfile.TemporaryDirectory() as folder:
             record = train(
                 run,
                 network,
-                TrainingData(train=images, test=test, augment=AUGMENT, num_classes=NUM_CLASSES),
+                TrainingData(train=images, held_out=test, augment=AUGMENT, num_classes=NUM_CLASSES),
                 optimizer=OPTIMIZER,
                 compute=compute,
                 group=ALONE,
@@ -249,6 +253,24 @@ def in_turns(
     made = {name: loops[name]() for name in contestants}
     found = interleaved(made, rounds=rounds, say=say)
     return {name: list(sample.values) for name, sample in found.items()}
+
+
+def wall_of_epochs(*, prepared: str, width: int, batch_size: int, rounds: int) -> dict[str, list[float]]:
+    """In a child: seconds from the end of an epoch to that of the next, a snapshot and a test of a few images in it;
+    and the training seconds of that epoch."""
+    images, test = (read_images(Path(prepared), split, torch.device("cpu")) for split in ("train", "test"))
+    run = replace(_run(batch_size), epochs=rounds + 1)
+    ends: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        keeping = Keeping(
+            snapshots=Path(folder),
+            reporter=Reporter(name=run.name, total=run.epochs, folder=Path(folder), is_main=True),
+            at_epoch_end=lambda epoch, network: ends.append(time.perf_counter()),
+        )
+        data = TrainingData(train=images, held_out=test, augment=AUGMENT, num_classes=NUM_CLASSES)
+        record = train(run, resnet9(width), data, optimizer=OPTIMIZER, compute=COMPUTE, group=ALONE, keeping=keeping)
+    wall = [later - earlier for earlier, later in itertools.pairwise(ends)]
+    return {"wall": wall, "training": [row.seconds for row in record.curve[1:]]}
 
 
 def bare_beside_others(*, shape: list[int], width: int, batch_size: int, steps: int, rounds: int) -> list[float]:

@@ -12,16 +12,19 @@ Learned: with the fused SGD and without a number read back in the loop but for t
 few percent. Its largest part was one indexed read of every pixel of a batch, with arithmetic in runs of three channels:
 3.7 ms for 128 images on one thread. Whole rows instead take half of that. torch.manual_seed at every step took 0.1 ms,
 the generator's own 2 µs. The watch over NaN took 0.12 to 0.19 ms at widths 8 and 16, and takes 0.09 to 0.13 ms since it
-counts steps on the host. A snapshot, once an epoch, takes 2 ms at width 16 (3 MB) and 96 ms at width 64 (53 MB), where
-an epoch takes seconds and minutes: it is written where it is due.
+counts steps on the host, and a third of it as one fused operation. A snapshot takes 2 ms at width 16 (3 MB) and 96 ms
+at width 64 (53 MB), which a thread writes beside the training; what is left is to copy it.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 
 from benchmarks import loops, made_up
-from benchmarks.children import call
+from benchmarks.children import ROOT, call, environment, result_of, start
 from benchmarks.harness import Sample
 from benchmarks.machine import missing
 from benchmarks.options import Options
@@ -32,6 +35,8 @@ _UNIT = "images/s"
 
 def measure(options: Options) -> Iterator[Row]:
     yield from _against_bare_and_peers(options)
+    yield _host(options)
+    yield _launches()
     if options.quick:
         return
     prepared = options.scratch / "prepared_256"
@@ -39,6 +44,74 @@ def measure(options: Options) -> Iterator[Row]:
     # Steps of seconds each: two a round, and more rounds.
     found = _in_turns(options, str(prepared), width=64, batch_size=256, contestants=["ours", "bare"], least=9)
     yield _share("training_step/width_64", "width 64, batch 256", found, Limit("≥", 0.98))
+    arguments = {"prepared": str(prepared), "width": 64, "batch_size": 256, "rounds": max(options.rounds, 9)}
+    every_epoch = {"SWAP_SNAPSHOT_SECONDS": "0"}
+    found = result_of(start(loops.wall_of_epochs, arguments, threads=options.cores, more=every_epoch))
+    yield compared(
+        "training_step/epoch",
+        "an epoch with its snapshot (53 MB), ResNet-9 width 64, 2 steps of 256 images",
+        ours=("from end to end", Sample(tuple(found["wall"]))),
+        other=("its training seconds", Sample(tuple(found["training"]))),
+        unit="s",
+        limit=Limit("≤", 1.02),
+    )
+
+
+def _host(options: Options) -> Row:
+    """A network so small that what is left is calls: by how much the loop makes a step longer."""
+    prepared = options.scratch / "prepared_8"
+    steps = options.sized(400, 4)
+    made_up.write_prepared(prepared, num_train=8 * steps, num_test=16)
+    contestants = ["ours", "bare"]
+    found = call(
+        loops.in_turns,
+        threads=1,
+        prepared=str(prepared),
+        width=2,
+        batch_size=8,
+        rounds=max(options.rounds, 9),
+        contestants=contestants,
+    )
+    ours, bare = (Sample(tuple(8000 / speed for speed in found[name])) for name in contestants)
+    return Row(
+        name="training_step/host",
+        what="host work in a step, ResNet-9 width 2, batch 8, 1 thread",
+        ours="`train`",
+        other="bare loop",
+        unit="ms",
+        our_figures=ours,
+        other_figures=bare,
+        ratio=Sample(tuple(a - b for a, b in zip(ours.values, bare.values, strict=True))),
+        limit=Limit("≤", 0.12),
+        note="Host work: the ratio is the difference, in ms a step.",
+    )
+
+
+def _launches() -> Row:
+    """Counted, not timed: there is no GPU in it (see tests/fake_cuda.py)."""
+    key, what = "training_step/launches", "operations of a step on a GPU, bf16, ResNet-9 width 64, batch 512"
+    limit = Limit("≤", 130)
+    program = [sys.executable, str(ROOT / "tests" / "fake_cuda.py"), "--precision", "bf16"]
+    done = subprocess.run(program, env=environment(), capture_output=True, text=True)
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or ["?"])[-1][:200]
+        return left_out(key, what, other="", unit="", why=f"no fake CUDA here: {why}", limit=limit)
+    counted = json.loads(done.stdout)
+    assert counted["reads_within_steps"] == 0
+    figure = Sample((counted["operations"],))
+    note = "Operations: counted on fake tensors, a mean over 32 steps, none of which reads from the device."
+    return Row(
+        name=key,
+        what=what,
+        ours="`train`",
+        other="",
+        unit="",
+        our_figures=figure,
+        other_figures=None,
+        ratio=figure,
+        limit=limit,
+        note=note,
+    )
 
 
 def _against_bare_and_peers(options: Options) -> Iterator[Row]:

@@ -41,7 +41,7 @@ def train_phase1(params: Params, folder: JobFolder) -> None:
                 section="phase1",
                 seed=derive_seed("phase1", params.seed),
                 epochs=phase.max_epochs,
-                stop_accuracy=phase.stop_accuracy,
+                leaving=phase,
                 chance=f"seed {params.seed}",
             ),
             start=derive_seed("initial weights", params.seed),

@@ -66,33 +66,23 @@ def train_worker(params: Params, instance: Instance, folder: JobFolder) -> None:
     """Algorithm 1, phase 2, for one w."""
     from swap_pipeline.config.common_params import setting_of
     from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
-    from swap_pipeline.config.seeds import derive_seed
     from swap_pipeline.engine.distributed import process_group
-    from swap_pipeline.training.job import make_run, run_training_job
+    from swap_pipeline.training.job import run_of_worker, run_training_job
 
     phase = params.phase2
+    ends_of_cycles = models_of_cycles(epochs=phase.epochs, cycles=phase.cycles)
     assert instance.seed is not None
     with process_group(deterministic=params.compute.deterministic) as group:
         run_training_job(
-            make_run(
-                phase,
-                name=instance.name,
-                section="phase2",
-                seed=derive_seed("phase2", params.seed, instance.seed),
-                epochs=phase.epochs,
-                cycles=phase.cycles,
-                first_epoch=phase.first_epoch,
-            ),
+            run_of_worker(phase, worker=instance.seed, seed=params.seed),
             start=PHASE1.model,
             header={"phase": "phase2", "seed": instance.seed},
             setting=setting_of(params),
             optimizer=params.optimizer,
             group=group,
             folder=folder,
-            keep={
-                **models_to_keep(phase.keep_epochs, epochs=phase.epochs),
-                **models_of_cycles(epochs=phase.epochs, cycles=phase.cycles),
-            },
+            keep={**models_to_keep(phase.keep_epochs, epochs=phase.epochs), **ends_of_cycles},
+            averaged=ends_of_cycles,
         )
 
 

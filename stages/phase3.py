@@ -1,7 +1,8 @@
 """torchrun --standalone --nproc-per-node 2 -m stages.phase3
 
-Phase 3 of SWAP: the mean of the workers' weights, with batch-norm statistics of its own. What that mean would have
-been, had phase 2 ended earlier, is tested too, after each of `phase2.keep_epochs`.
+Phase 3 of SWAP: the mean of the workers' weights, with batch-norm statistics of its own; of all workers, or of those
+that `phase3.select` finds worth it. What that mean would have been, had phase 2 ended earlier, is measured too, after
+each of `phase2.keep_epochs`.
 
 `python -m stages.phase3`, as DVC calls it, checks the params and starts the line above on as many devices as phase 1
 had.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from swap_pipeline.config.instances import PHASE3, Instance, worker
+from swap_pipeline.config.instances import PHASE3, worker
 from swap_pipeline.config.kept_models import models_if_ended
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
@@ -37,10 +38,10 @@ def main() -> None:
     run_alone(PHASE3, shards=params.phase1.shards, be_a_rank=lambda folder: average_workers(params, folder))
 
 
-def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int) -> dict[Path, Instance]:
-    """What is averaged if phase 2 ends after `epoch`: of each worker its model, and those of its past cycles."""
+def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int) -> dict[int, list[Path]]:
+    """What can be averaged if phase 2 ends after `epoch`: of each worker its model, and those of its past cycles."""
     names = models_if_ended(epoch, epochs=epochs, cycles=cycles)
-    return {worker(seed).checkpoints / name: worker(seed) for seed in sorted(seeds) for name in names}
+    return {seed: [worker(seed).checkpoints / name for name in names] for seed in sorted(seeds)}
 
 
 def average_workers(params: Params, folder: JobFolder) -> None:
@@ -57,12 +58,14 @@ def average_workers(params: Params, folder: JobFolder) -> None:
         for epoch in (*models_to_keep(phase2.keep_epochs, epochs=phase2.epochs), phase2.epochs)
     }
     with process_group(deterministic=params.compute.deterministic) as group:
-        for path, instance in {path: of for files in models.values() for path, of in files.items()}.items():
-            check_origin(path, instance.origin)
+        for path, seed in {
+            path: seed for of in models.values() for seed, paths in of.items() for path in paths
+        }.items():
+            check_origin(path, worker(seed).origin)
         run_averaging_job(
-            {label_of_epoch(epoch): list(files) for epoch, files in models.items()},
+            {label_of_epoch(epoch): of_workers for epoch, of_workers in models.items()},
             name=PHASE3.name,
-            header={"phase": "phase3", "seed": params.seed, "seeds": sorted(seeds)},
+            header={"phase": "phase3", "seed": params.seed},
             setting=setting_of(params),
             statistics=params.phase3,
             group=group,

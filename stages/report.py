@@ -12,8 +12,9 @@ import click
 
 from swap_pipeline.config.instances import PHASE1, PHASE3, worker
 from swap_pipeline.config.reading import read_params
+from swap_pipeline.runtime.environment import project_folder
 from swap_pipeline.runtime.inputs import inputs_stay
-from swap_pipeline.runtime.stage_process import run_stage
+from swap_pipeline.runtime.stage_process import dvc_started, run_stage
 
 
 @click.command(help=__doc__)
@@ -24,14 +25,12 @@ def main() -> None:
     from swap_pipeline.report.figures_schedules import courses_as_run, draw_schedules, planned_courses
     from swap_pipeline.report.figures_training import draw_training
     from swap_pipeline.report.report_page import report_page
-    from swap_pipeline.report.summary import curves_csv, result_rows, result_table, summarise
+    from swap_pipeline.report.summary import closing_words, curves_csv, result_rows, result_table, summarise
     from swap_pipeline.storage.files import read_json, write_json, write_text
 
     phase1, phase3 = read_json(PHASE1.record), read_json(PHASE3.record)
     workers = {seed: read_json(worker(seed).record) for seed in params.workers.seeds}
-    cycles = params.phase2.cycles
-    summary = summarise(phase1, workers, phase3, cycles=cycles)
-    rows = result_rows(phase1, workers, phase3, cycles=cycles)
+    summary, rows = summarise(phase1, workers, phase3), result_rows(phase1, workers, phase3)
     write_json(Path("metrics/swap.json"), summary)
     write_text(Path("plots/curves.csv"), curves_csv(phase1, workers))
 
@@ -46,7 +45,6 @@ def main() -> None:
         phase1,
         workers,
         phase3,
-        cycles=cycles,
         rows=rows,
         drawings={drawing.name: drawing for drawing in drawings},
         pictures=pictures,
@@ -67,7 +65,11 @@ def main() -> None:
     write_json(Path("report/report.json"), numbers)
     table = result_table(rows)
     write_text(Path("report/summary.md"), f"# SWAP\n\n{table}\n")
-    click.echo(f"\n{table}\n\nreport: report/index.html, report/summary.md")
+    experiment, is_temporary = environment["code"]["experiment"], project_folder() != Path()
+    words = closing_words(
+        phase1, workers, summary, since=dvc_started(), experiment=experiment, is_temporary=is_temporary
+    )
+    click.echo(f"\n{table}\n\n{words}\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from swap_pipeline.models.networks import load_model as load_model
 
-__all__ = ["load_model"]
+__all__ = ["__version__", "load_model"]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

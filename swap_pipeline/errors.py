@@ -11,7 +11,7 @@ from typing import Any
 
 
 class SwapError(ValueError):
-    """Something the user can mend: its text names what is wrong, where, and what to do.
+    """Something the user can fix: its text names what is wrong, where, and what to do.
 
     Stages print it as a single line and leave with exit code 1. What nobody foresaw is for `last_resort`.
     """

@@ -35,6 +35,7 @@ import conftest
 import numpy as np
 from conftest import Project, make_project
 from PIL import Image
+from ruamel.yaml import YAML
 
 SABOTAGE = Path(__file__).parent / "sabotage"
 PARAMS = {
@@ -300,10 +301,10 @@ def asked_to_end(number: int) -> Callable[..., None]:
         wait_for(lambda: not processes_in(project.root), "the end of all processes", 60)
         if code == -number and not run.output:
             raise TooLateError  # Python itself had not started yet
-        if code != 128 + number or "Traceback" in run.output or "interrupted: `dvc repro` goes on" not in run.output:
+        if code != 128 + number or "Traceback" in run.output or "interrupted: `dvc repro`" not in run.output:
             raise LostError(f"exit code {code}\n{run.output}")
         scratch = project.root / ".swap" / stage
-        if had_begun and not any(scratch.glob("*/snapshot_*")) and not any(scratch.glob("*/result")):
+        if had_begun and not any(scratch.glob("*/snapshot_*")) and not any(scratch.glob("*/result*")):
             raise LostError(f"neither snapshot nor result was kept\n{run.output}")
 
     return strike
@@ -490,7 +491,7 @@ def result_damaged(project: Project, stage: str, rng: random.Random) -> None:
     run = start(project, stage)
     if run.end() != 0:
         raise LostError(run.output)
-    (result,) = (project.root / ".swap" / stage).glob("*/result")
+    (result,) = (project.root / ".swap" / stage).glob("*/result*")
     victim = rng.choice(sorted(result.iterdir()))
     harms: list[Callable[[], object]] = [
         lambda: flip_a_byte(victim, rng),
@@ -519,6 +520,41 @@ def no_loader_can_start(project: Project, stage: str, rng: random.Random) -> Non
     run = start(project, stage, TMPDIR=str(folder), TMP=str(folder))
     if run.end() != 0:
         check_one_line(run)
+
+
+def pipe_in_place(of: Callable[[Project], Path]) -> Callable[..., None]:
+    """A named pipe where a file is expected: nobody waits for what never comes, and the error names it."""
+
+    def strike(project: Project, stage: str, rng: random.Random) -> None:
+        path = of(project)
+        aside = path.rename(project.root.parent / "aside")
+        os.mkfifo(path)
+        run = start(project, stage)
+        try:
+            if run.end() == 0:
+                raise LostError("it took no notice")
+        finally:
+            path.unlink()
+            aside.rename(path)
+        check_one_line(run, path.name, "pipe")
+
+    return strike
+
+
+def image_root(project: Project) -> Path:
+    return Path(YAML(typ="safe", pure=True).load(project.root / "params.yaml")["data"]["root"])
+
+
+def paused(project: Project, stage: str, rng: random.Random) -> None:
+    """Everything is stopped for a while, as a laptop that sleeps does, and continues as if nothing had happened."""
+    run = start(project, stage, SWAP_TIMEOUT_MINUTES="0.1")
+    run.until(random_moment(project, stage, rng))
+    pids = list(processes_in(project.root))
+    run.kill(pids, signal.SIGSTOP)
+    time.sleep(rng.uniform(1, 9))
+    run.kill(pids, signal.SIGCONT)
+    if run.end() != 0:
+        raise LostError(run.output)
 
 
 def parent(pid: int) -> int:
@@ -558,7 +594,7 @@ def pipeline_asked_to_end(number: int) -> Callable[..., None]:
         wait_for(lambda: not processes_in(project.root), "the end of all processes", 60)
         if code == 0 or "Traceback" in run.output:
             raise LostError(f"exit code {code}\n{run.output}")
-        if at_work and "interrupted: `dvc repro` goes on" not in run.output:
+        if at_work and "interrupted: `dvc repro`" not in run.output:
             raise LostError(f"no word of going on\n{run.output}")
 
     return strike
@@ -685,6 +721,18 @@ FAULTS = (
     Fault(name="phase 3's result damaged in scratch", stage="phase3", strike=result_damaged, damages=True),
     Fault(name="SIGKILL of a data loader", stage="phase1", strike=loader_killed, images_in_files=True),
     Fault(name="data loaders that cannot start", stage="phase2", strike=no_loader_can_start, images_in_files=True),
+    Fault(
+        name="a pipe in place of phase 1's checkpoint",
+        stage="phase2",
+        strike=pipe_in_place(lambda project: project.root / "checkpoints/phase1/model.safetensors"),
+    ),
+    Fault(
+        name="a pipe in place of an image",
+        stage="phase2",
+        strike=pipe_in_place(lambda project: image_root(project) / "train/cat/7.png"),
+        images_in_files=True,
+    ),
+    Fault(name="phase 1 stopped for a while, and continued", stage="phase1", strike=paused),
     Fault(name="dvc repro: SIGKILL of dvc alone", strike=pipeline_killed("dvc")),
     Fault(name="dvc repro: SIGKILL of a launcher", strike=pipeline_killed("launcher", one=True)),
     Fault(name="dvc repro: SIGKILL of one rank", strike=pipeline_killed("rank", one=True)),
@@ -842,8 +890,8 @@ def chosen(known: Sequence[Fault], injections: int, pipelines: int, only: str | 
 
 
 @click.command(help=__doc__)
-@click.option("--injections", default=128, show_default=True, help="faults in all")
-@click.option("--pipelines", default=20, show_default=True, help="of these, so many into a whole `dvc repro`")
+@click.option("--injections", default=146, show_default=True, help="faults in all")
+@click.option("--pipelines", default=26, show_default=True, help="of these, so many into a whole `dvc repro`")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--first", default=1, show_default=True, help="begin with this one of them")
 @click.option("--last", type=int, help="end with this one of them")

@@ -22,9 +22,13 @@ from ruamel.yaml import YAML
 
 # One test process a core: more threads than cores would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Epochs of tests take a fraction of a second: a snapshot at each, so that there is something to resume from.
+EVERY_EPOCH = {"SWAP_SNAPSHOT_SECONDS": "0"}
+os.environ.update(EVERY_EPOCH)
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {
+    "data.validation_images": 0,
     "augment.padding": 2,
     "augment.cutout": 4,
     "model.width": 2,
@@ -42,7 +46,16 @@ TINY = {
     "workers.seeds": [0, 1, 2],
     "phase3.batch_size": 50,
 }
-TINY_ANALYSIS = {"grid": 3, "train_images": 100, "test_images": 60, "gradient_images": 100, "subsets": 2}
+VALIDATED = {"data.validation_images": 40, "phase2.cycles": 2}
+TINY_ANALYSIS = {
+    "grid": 3,
+    "train_images": 100,
+    "test_images": 60,
+    "gradient_images": 100,
+    "subsets": 2,
+    "exits": [2],
+    "exit_workers": 2,
+}
 
 
 class Clock:
@@ -126,6 +139,7 @@ class Project:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SWAP_DEVICE": "cpu",
             "SWAP_NPROC": "1",
+            **EVERY_EPOCH,
             "DVC_SITE_CACHE_DIR": str(self.root / ".dvc" / "tmp" / "site"),
             **self.environment,
             **(extra or {}),
@@ -164,7 +178,8 @@ class Project:
 
     def trained(self, stage: str) -> int:
         """How many different jobs of a stage were completed here."""
-        return len(list((self.root / ".swap" / stage).glob("*/result")))
+        found = (self.root / ".swap" / stage).glob("*/result*")
+        return sum(not path.suffix for path in found)  # neither .partial nor .damaged
 
     def copy_to(self, target: Path) -> Project:
         shutil.copytree(self.root, target, symlinks=True)
@@ -267,6 +282,12 @@ def made_once(
 def finished_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project after `dvc repro`; not to be changed."""
     return made_once("finished", {}, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def validated(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with a validation set, after `dvc repro`; not to be changed."""
+    return made_once("validated", VALIDATED, tmp_path_factory)
 
 
 @pytest.fixture

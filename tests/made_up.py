@@ -28,31 +28,44 @@ Json = dict[str, Any]
 
 
 def training_record(
-    accuracies: list[float], *, seconds: float, devices: str = "1 × cpu", start: Json | None = None
+    accuracies: list[float],
+    *,
+    seconds: float,
+    devices: str = "1 × cpu",
+    start: Json | None = None,
+    cycles: int = 1,
+    split: str = "test",
 ) -> Json:
-    """Without accuracies, of a run of 0 epochs: the model is that of `start`."""
+    """Without accuracies, of a run of 0 epochs: the model is that of `start`.
+
+    With a validation set, final models have a point less on test images.
+    """
     curve = [
         {
             "epoch": epoch,
             "learning_rate": 0.1 / epoch,
             "train_loss": 2 - accuracy / 60,
             "train_accuracy": accuracy + 1,
-            "test_loss": 1 - accuracy / 125,
-            "test_accuracy": accuracy,
-            "test_top5": None,
+            "loss": 1 - accuracy / 125,
+            "accuracy": accuracy,
+            "top5": None,
             "seconds": seconds / len(accuracies),
         }
         for epoch, accuracy in enumerate(accuracies, start=1)
     ]
-    last = curve[-1] if curve else start
-    assert last is not None
+    ends = curve[len(curve) // cycles - 1 :: len(curve) // cycles] if curve else []
+    models = [final(row["accuracy"], row["loss"], split) for row in ends]
+    if start is not None and not curve:
+        models = start["models"]
     return {
         "curve": curve,
         "epochs": len(curve),
         "stopped_by": "accuracy" if curve else "epochs",
+        "left": f"left after epoch {len(curve)} by accuracy: training accuracy 91.20 %, above 91 %",
         "train_accuracy": curve[-1]["train_accuracy"] if curve else None,
-        "test_accuracy": last["test_accuracy"],
-        "test_loss": last["test_loss"],
+        **models[-1],
+        "split": split,
+        "models": models,
         "seconds": seconds,
         "devices": devices,
         "num_devices": int(devices.partition(" ")[0]),
@@ -60,7 +73,17 @@ def training_record(
     }
 
 
-def swap_records(*, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 20, epochs: int = 8) -> Json:
+def final(accuracy: float, loss: float, split: str) -> Json:
+    """What a record says of a final model."""
+    if split == "test":
+        return {"test_accuracy": accuracy, "test_loss": loss}
+    held_out = {"validation_accuracy": accuracy, "validation_loss": loss}
+    return {"test_accuracy": accuracy - 1, "test_loss": loss + 0.01, **held_out}
+
+
+def swap_records(
+    *, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 20, epochs: int = 8, split: str = "test"
+) -> Json:
     """What the phases leave: `phase1`, `workers` by seed, `phase3`; `epochs` may be 0."""
     draw = random.Random(7)
     rising = [89 - 62 * math.exp(-epoch / 3) + draw.uniform(-2, 2) / epoch for epoch in range(1, phase1_epochs + 1)]
@@ -69,29 +92,34 @@ def swap_records(*, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 
         shares = [epoch / epochs for epoch in range(1, epochs + 1)]
         return [86.5 + 4 * share + draw.uniform(-1, 1) * (1.1 - share) for share in shares]
 
-    phase1 = training_record(rising, seconds=63.6, devices="2 × cpu")
+    phase1 = training_record(rising, seconds=63.6, devices="2 × cpu", split=split)
     workers = {
-        seed: training_record(refined(), seconds=48 + seed % 10 / 3 if epochs else 0.0, start=phase1) for seed in seeds
+        seed: training_record(refined(), seconds=48 + seed % 10 / 3 if epochs else 0.0, start=phase1, split=split)
+        for seed in seeds
     }
     points = [
         {
             "label": f"epoch_{epoch}",
             "models": len(seeds),
-            "test_accuracy": 89.9 + math.log(epoch) / 2.3,
-            "test_loss": 0.27 - epoch / 500,
+            "accuracy": 89.9 + math.log(epoch) / 2.3,
+            "loss": 0.27 - epoch / 500,
         }
         for epoch in range(1, epochs + 1)
     ]
-    last = points[-1] if points else phase1
+    last = points[-1] if points else phase1["curve"][-1]
     return {
         "phase1": phase1,
         "workers": workers,
         "phase3": {
             "models": len(seeds),
-            "test_accuracy": last["test_accuracy"],
-            "test_loss": last["test_loss"],
+            **final(last["accuracy"], last["loss"], split),
+            "split": split,
             "points": points,
-            "data": {"classes": ["shirt", "shoe"], "shape": [1, 28, 28]},
+            "data": {
+                "classes": ["shirt", "shoe"],
+                "shape": [1, 28, 28],
+                "images": {"train": 9000, **({"validation": 1000} if split == "validation" else {}), "test": 10000},
+            },
             "seconds": 1.2,
             "devices": "2 × cpu",
             "num_devices": 2,
@@ -148,6 +176,29 @@ def landscape_record(*names: str) -> Json:
     }
 
 
+def exits_record(*, split: str = "validation") -> Json:
+    exits = [
+        {
+            "epoch": epoch,
+            "label": f"epoch_{epoch}",
+            "models": 2,
+            "accuracy": 91 - abs(epoch - 15) / 5,
+            "loss": 0.3,
+            "test_accuracy": 90.5 - abs(epoch - 15) / 5,
+            "test_loss": 0.3,
+            "workers": 90 - abs(epoch - 15) / 5,
+            "seconds": 40.0 + 3 * epoch,
+        }
+        for epoch in (5, 10, 15, 20)
+    ]
+    rules = [
+        {"rule": "accuracy", "epoch": 20, "nearest": 20, "regret": 1.0},
+        {"rule": "plateau", "epoch": 14, "nearest": 15, "regret": 0.0},
+    ]
+    about = {"seeds": [0, 1], "split": split, "devices": "2 × cpu", "num_devices": 2}
+    return {"exits": exits, "rules": rules, **about}
+
+
 def cosine_record(*, seeds: tuple[int, ...] = (0, 1, 2, 3), phase1_epochs: int = 20, epochs: int = 8) -> Json:
     draw = random.Random(3)
     phase1 = [("phase1", epoch, 0.4 * math.exp(-epoch / 6)) for epoch in range(1, phase1_epochs + 1)]
@@ -174,10 +225,11 @@ def workers_record(*, seeds: tuple[int, ...] = (0, 1, 2, 3), most: int = 10) -> 
     for size in range(1, len(seeds) + 1):
         for chosen in itertools.islice(itertools.combinations(seeds, size), most):
             accuracy = 90.8 - 0.35 / size + draw.uniform(-0.12, 0.12) / size
-            subsets.append({"seeds": list(chosen), "size": size, "test_accuracy": accuracy, "test_loss": 0.25})
+            subsets.append({"seeds": list(chosen), "size": size, "accuracy": accuracy, "loss": 0.25})
     count = range(len(seeds))
     return {
         "subsets": subsets,
+        "split": "test",
         "seeds": list(seeds),
         "distance": [[0.0 if i == j else 6 + (i + j) / 10 for j in count] for i in count],
         "cosine": [[1.0 if i == j else 0.2 + (i + j) / 100 for j in count] for i in count],
@@ -273,6 +325,7 @@ def lay_out(
         **{f"metrics/phase2/seed_{seed}.json": worker for seed, worker in records["workers"].items()},
         "analysis/landscape.json": landscape_record(),
         "analysis/cosine.json": cosine_record(seeds=seeds),
+        "analysis/exits.json": exits_record(),
         "analysis/workers.json": workers_record(seeds=seeds),
     }
     for name, content in files.items():

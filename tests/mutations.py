@@ -13,6 +13,7 @@ import os
 import random
 import resource
 import signal
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -325,6 +326,34 @@ def equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
         and bytes(tensor_files._bytes_of(found[key])) == bytes(tensor_files._bytes_of(tensor))
         for key, tensor in expected.items()
     )
+
+
+# --- images
+
+
+def mutant_of_image(content: bytes, other: bytes, chance: random.Random) -> Mutant:
+    """Hurt, or with another number in its header, and as a PNG with matching checksums: a lie instead of damage."""
+    if chance.random() < 0.3:
+        what, data = hurt(content, other, chance)
+        return Mutant(what=what, content=data)
+    data, lies = bytearray(content), []
+    for _ in range(chance.choice((1, 1, 2, 4))):
+        size = chance.choice((1, 2, 4))
+        place = chance.randrange(min(len(data), chance.choice((32, 200))) - size)
+        order = chance.choice(("little", "big"))
+        value = chance.choice((0, 1, 2, 9, 20, 255, 12_000, 2**15, 2**16 - 1, 2**31 - 1, 2**32 - 1)) % (1 << 8 * size)
+        data[place : place + size] = value.to_bytes(size, order)  # type: ignore[arg-type]
+        lies.append(f"{value} at {place}")
+    return Mutant(what=", ".join(lies), content=_with_checksums(data) if content[1:4] == b"PNG" else bytes(data))
+
+
+def _with_checksums(png: bytearray) -> bytes:
+    start = 8
+    while start + 12 <= len(png):
+        end = start + 8 + int.from_bytes(png[start : start + 4], "big")
+        png[end : end + 4] = zlib.crc32(png[start + 4 : end]).to_bytes(4, "big")
+        start = end + 4
+    return bytes(png)
 
 
 # --- answers

@@ -17,8 +17,8 @@ from conftest import Project, processes_in, wait_until
 
 from swap_pipeline.cli.main import main
 
-STAGES = {"landscape", "cosine", "workers", "analysis_page"}
-OWN_FILES = ("landscape.json", "cosine.json", "workers.json", "figures", "index.html")
+STAGES = {"landscape", "cosine", "workers", "exits", "analysis_page"}
+OWN_FILES = ("landscape.json", "cosine.json", "workers.json", "exits.json", "figures", "index.html")
 
 
 def analysis(project: Project, *arguments: str, check: bool = True, **environment: str) -> str:
@@ -50,7 +50,7 @@ def test_a_run_leaves_the_analysis_alone(finished_project: Project) -> None:
 
 
 def test_the_analysis_leaves_its_results_beside_its_params_and_git_sees_only_the_lock(analysed: Project) -> None:
-    for name in ("landscape", "cosine", "workers"):
+    for name in ("landscape", "cosine", "workers", "exits"):
         assert analysed.json(f"analysis/{name}.json")["num_devices"] > 0
     assert (analysed.root / "analysis/index.html").exists()
     committed = analysed.run("git", "show", "--name-only", "--format=").stdout.split()
@@ -117,9 +117,10 @@ def test_a_part_of_the_analysis_is_stale_if_its_own_param_changes(analysed: Proj
         ("margin", {"landscape"}),
         ("gradient_images", {"cosine"}),
         ("subsets", {"workers"}),
+        ("exit_workers", {"exits"}),
     ):
         old = analysed.bytes_of("analysis/params.yaml")
-        analysed.set_analysis({param: 1 if param == "subsets" else 2})
+        analysed.set_analysis({param: 1 if param in ("subsets", "exit_workers") else 2})
         assert stale(analysed) == stages
         (analysed.root / "analysis/params.yaml").write_bytes(old)
 
@@ -128,17 +129,17 @@ def test_the_analysis_is_stale_if_code_or_params_of_the_root_change_that_it_depe
     analysed: Project,
 ) -> None:
     assert stale(analysed) == set()
-    for module in ("cli/doctor", "launch/stage_jobs", "training/loop"):  # no room that it depends on
+    for module in ("cli/doctor", "launch/stage_jobs", "cli/clean"):  # no room that it depends on
         edit(analysed.root / f"swap_pipeline/{module}.py")
     analysed.set_params({"recipe": "a name of my own", "data.root": "elsewhere"})
     assert stale(analysed) == set()
 
     edit(analysed.root / "swap_pipeline/analysis/gradient_direction.py")
-    assert stale(analysed) == {"landscape", "cosine", "workers"}
+    assert stale(analysed) == {"landscape", "cosine", "workers", "exits"}
     analysed.run("git", "checkout", "swap_pipeline")
     assert stale(analysed) == set()
     analysed.set_params({"compute.channels_last": False})
-    assert stale(analysed) == {"landscape", "cosine", "workers"}
+    assert stale(analysed) == {"landscape", "cosine", "workers", "exits"}
 
 
 def edit(path: Path) -> None:
@@ -152,7 +153,7 @@ def test_another_result_of_phase_3_makes_the_analysis_stale_and_going_back_in_th
     first = analysed.bytes_of("analysis/workers.json")
     analysed.set_params({"phase3.augment": True})
     assert "analysis" not in analysed.dvc("repro")
-    assert stale(analysed) == {"landscape", "cosine", "workers"}
+    assert stale(analysed) == {"landscape", "cosine", "workers", "exits"}
     assert ran(analysis(analysed, "repro")) == STAGES
     assert analysed.bytes_of("analysis/workers.json") != first
     assert stale(analysed) == set()

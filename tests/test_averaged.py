@@ -22,8 +22,8 @@ def test_the_last_point_is_phase_3s_result(finished_project: Project) -> None:
     points = finished_project.json("metrics/phase3.json")["points"]
     phase3 = finished_project.json("metrics/phase3.json")
     assert [point["label"] for point in points] == ["epoch_1", "epoch_2"]
-    assert points[-1]["test_accuracy"] == phase3["test_accuracy"]
-    assert points[-1]["test_loss"] == phase3["test_loss"]
+    assert points[-1]["accuracy"] == phase3["test_accuracy"]
+    assert points[-1]["loss"] == phase3["test_loss"]
 
 
 def test_an_earlier_point_is_the_mean_of_the_models_kept_then(
@@ -43,11 +43,11 @@ def test_an_earlier_point_is_the_mean_of_the_models_kept_then(
         parameter.data.copy_(sum(tensors[name].double() for tensors in kept) / 3)
     averager.network.to(memory_format=torch.channels_last)
     averager.recompute_statistics(None)
-    score = averager.test(None)
+    score = averager.score(None)
 
     (first, _) = finished_project.json("metrics/phase3.json")["points"]
-    assert first["test_accuracy"] == pytest.approx(score.accuracy)
-    assert first["test_loss"] == pytest.approx(score.loss, rel=1e-5)
+    assert first["accuracy"] == pytest.approx(score.accuracy)
+    assert first["loss"] == pytest.approx(score.loss, rel=1e-5)
 
 
 def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
@@ -70,12 +70,12 @@ def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
     monkeypatch.chdir(finished_project.root)
     monkeypatch.setattr(job, "time", clock)
     monkeypatch.setattr(job, "average_files", taking(2, job.average_files))
-    for name, cost in (("open", 1000), ("recompute_statistics", 3), ("test", 100)):
+    for name, cost in (("open", 1000), ("recompute_statistics", 3), ("score", 100)):
         monkeypatch.setattr(Averager, name, taking(cost, getattr(Averager, name)))
     params, folder = read_params(), JobFolder(tmp_path / "job")
 
     job.run_averaging_job(
-        {"epoch_2": [Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in (0, 1, 2)]},
+        {"epoch_2": {seed: [Path(f"checkpoints/phase2/seed_{seed}/model.safetensors")] for seed in (0, 1, 2)}},
         name="phase3",
         header={},
         setting=setting_of(params),
@@ -136,8 +136,10 @@ def test_workers_keep_the_models_that_params_list(finished_project: Project) -> 
     ],
 )
 def test_with_cycles_the_models_of_past_cycles_take_part(epoch: int, expected: list[str]) -> None:
-    paths = list(models_after(epoch, seeds=(3, 1), epochs=12, cycles=3))
-    assert paths == [Path(f"checkpoints/phase2/seed_{seed}/{name}.safetensors") for seed in (1, 3) for name in expected]
+    by_seed = models_after(epoch, seeds=(3, 1), epochs=12, cycles=3)
+    assert list(by_seed.items()) == [
+        (seed, [Path(f"checkpoints/phase2/seed_{seed}/{name}.safetensors") for name in expected]) for seed in (1, 3)
+    ]
 
 
 def test_epochs_that_never_come_are_not_kept() -> None:

@@ -22,7 +22,7 @@ def outs(project: Project, stage: str) -> list[str]:
 @pytest.mark.parametrize(
     ("values", "environment", "words"),
     [
-        ({"phase1.batchsize": 4}, {}, ["params.yaml: phase1.batchsize", "did you mean batch_size?"]),
+        ({"phase1.batchsize": 4}, {}, ["params.yaml: phase1.batchsize", "did you mean batch_size or fork_batch_size?"]),
         ({"phase1.batch_size": "24"}, {}, ["params.yaml: phase1.batch_size", "whole number"]),
         ({"phase1.peak_lr": -1.0}, {}, ["params.yaml: phase1.peak_lr", "above 0"]),
         ({"workers.seeds": [3, 3]}, {}, ["params.yaml: workers.seeds", "more than once"]),
@@ -42,6 +42,7 @@ def outs(project: Project, stage: str) -> list[str]:
         ({}, {"SWAP_NPROC": "1000000000"}, ["SWAP_NPROC is '1000000000'", "from 1 to 100,000"]),
         ({}, {"SWAP_NPROC": "99999"}, ["SWAP_NPROC is 99999, but there are", "cores: lower it"]),
         ({}, {"SWAP_NPROC": "9" * 5000}, ["SWAP_NPROC is '9999", "from 1 to 100,000"]),
+        ({"seed": 5}, {"SWAP_SNAPSHOT_SECONDS": "often"}, ["SWAP_SNAPSHOT_SECONDS is 'often'", "number of seconds"]),
         ({"seed": 5}, {"SWAP_RETRIES": "9" * 5000}, ["SWAP_RETRIES is '9999", "from 0 to 1,000"]),
         ({}, {"SWAP_DEVICE": "gpu"}, ["SWAP_DEVICE is 'gpu'", "choose cpu or cuda"]),
     ],

@@ -113,6 +113,14 @@ def test_swap_check_names_what_dvc_would_wait_for_in_the_folder_of_images(projec
     assert_one_line(project.swap("check"), f"'data/raw/train/ant/1.png' is {what}")
 
 
+def test_swap_check_names_what_dvc_would_wait_for_among_the_outputs(finished: Project) -> None:
+    path = finished.root / "checkpoints/phase1/model.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+
+    assert_one_line(finished.swap("check"), "'checkpoints/phase1/model.safetensors' is a pipe, which DVC cannot read")
+
+
 def test_swap_check_has_no_objection_to_any_recipe_and_needs_no_torch(project: Project) -> None:
     recipes = [path for path in sorted((ROOT / "recipes").glob("*.yaml")) if ".methods" not in path.name]
     assert recipes

@@ -242,7 +242,7 @@ def test_a_rank_on_another_machine_gives_files_the_time_to_be_seen(
     seen = iter([tmp_path / "old", tmp_path / "old", tmp_path / "new"])
     monkeypatch.setattr(rank, "job_folder", lambda instance, **_: JobFolder(next(seen)))
     monkeypatch.setattr(rank, "_PAUSE_SECONDS", 0)
-    for name, value in {JOB: f"{tmp_path}/new", rank.WORLD: "2", "WORLD_SIZE": "2"}.items():
+    for name, value in {JOB: f"{tmp_path}/new", rank.RESULT_NAME: "result", rank.WORLD: "2", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SwapError, match="changed after the start"):
         job_of_rank(WORKER)

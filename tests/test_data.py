@@ -326,3 +326,22 @@ def test_a_seed_gives_what_torch_s_own_seeding_gives() -> None:
 
     found = torch.rand(5), torch.nn.functional.dropout(torch.ones(50)), torch.randperm(9)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_that_are_made_several_at_a_time_are_those_made_one_by_one(
+    ranks: int, size: int, channels_last: bool
+) -> None:
+    images = random_images(90)
+    choices = draw(images, padding=2, flip=True, cutout=3)
+    parts = [slice(first, min(first + size, 90)) for first in range(3, 90, size)][::ranks]
+
+    found = images.batches(choices, parts, view=None, channels_last=channels_last)
+
+    for part, (batch, labels) in zip(parts, found, strict=True):
+        alone, own_labels = make_batch(images, choices, part, channels_last=channels_last)
+        assert torch.equal(batch, alone) and torch.equal(labels, own_labels)
+        assert batch.stride() == alone.stride()
+        assert batch.data_ptr() % 64 == 0

@@ -26,7 +26,8 @@ from swap_pipeline.config.params import Data
 from swap_pipeline.data.images import read_images
 from swap_pipeline.data.prepared import read_meta
 from swap_pipeline.datasets import arrays as official
-from swap_pipeline.datasets.prepare import FACTS, Facts, choose_balanced, prepare
+from swap_pipeline.datasets.parts import parts_of
+from swap_pipeline.datasets.prepare import FACTS, Facts, prepare
 from swap_pipeline.errors import SwapError
 from swap_pipeline.storage import tensor_files
 
@@ -526,6 +527,12 @@ def test_without_fashion_mnist_the_first_missing_file_is_named(here: Path) -> No
 
 
 # --- a part of the training images
+
+
+def choose_balanced(labels: NDArray[np.int64], num_classes: int, number: int) -> NDArray[np.int64]:
+    return parts_of(
+        labels, [f"class {label}" for label in range(num_classes)], settings("any", train_images=number)
+    ).train
 
 
 def shares(sizes: list[int], number: int) -> list[int]:

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BELOW_ENGINE,
     "training": BELOW_TRAINING,
     "averaging": BELOW_TRAINING,
-    "analysis": BELOW_TRAINING | {"averaging"},
+    "analysis": BELOW_TRAINING | {"averaging", "training"},
     "report": {"config", "storage"},
     "launch": BELOW_DATA,
 }
@@ -174,11 +174,20 @@ def test_the_init_files_of_rooms_are_empty_so_that_the_launcher_does_without_tor
     assert folders == {path.parent for path in inits}
 
 
+def functions() -> Iterator[tuple[str, int]]:
+    """Each function of the package and of the stages, with its number of lines."""
+    for path in [*modules(), *(ROOT / "stages").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno:
+                yield f"{path.name}: {node.name}", node.end_lineno - node.lineno + 1
+
+
 def test_rooms_and_modules_stay_small() -> None:
     assert {name_of(path): lines for path in modules() if (lines := len(path.read_text().splitlines())) > 400} == {}
     folders = {path.parent for path in modules()} - {PACKAGE}
     assert {folder: count for folder in folders if (count := len(list(folder.glob("*.py")))) > 12} == {}
     assert len(list(PACKAGE.glob("*.py"))) <= 3
+    assert [name for name, lines in functions() if lines > 60] == []
     assert len((ROOT / "dvc.yaml").read_text().splitlines()) <= 120
 
 

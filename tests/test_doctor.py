@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +15,17 @@ from typing import Any
 import pytest
 from conftest import Project
 
-from swap_pipeline.cli import doctor
+from swap_pipeline.cli import doctor, doctor_gpu
 from swap_pipeline.cli.doctor import Finding, examine, json_of, text_of
-from swap_pipeline.cli.plan.facts import devices_here
-from swap_pipeline.cli.plan.forecast import plan_params
+from swap_pipeline.cli.plan.facts import devices_here, planned_devices
+from swap_pipeline.cli.plan.forecast import make_forecast, plan_params
+from swap_pipeline.cli.plan.throughput import keep_rate, kept_rate
+from swap_pipeline.config.instances import PHASE1
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.engine import precision
 from swap_pipeline.errors import SwapError
-from swap_pipeline.launch.jobs import Machine
+from swap_pipeline.launch.jobs import Job, Machine, save
+from swap_pipeline.runtime.job_folder import JobFolder
 
 
 @pytest.fixture
@@ -191,10 +196,12 @@ def test_stale_scratch_is_told_with_its_size(here: Project) -> None:
     folder.mkdir(parents=True)
     (here.root / "data/prepared").mkdir()  # without it nobody can say which of phase 1's folders are needed
     (folder / "snapshot_000001.safetensors").write_bytes(bytes(5_000_000))
+    place = JobFolder(folder)
+    save(Job(instance=PHASE1, device_type="cpu", processes=1, threads=1, num_devices=1, folder=place))
 
     (told,) = found("scratch", "note")
 
-    assert "1 are of no listed run, `swap clean` frees 5.00 MB" in told
+    assert "1 are of no listed run, `swap clean` frees 5.0" in told
 
 
 def test_the_link_type_is_the_one_that_dvc_would_use(here: Project) -> None:
@@ -234,3 +241,54 @@ def test_what_stands_in_the_place_of_scratch_is_a_problem(finished: Project, obs
 
     assert done.returncode == 1
     assert ".swap is in the way, since a folder belongs there" in done.stdout
+
+
+def test_where_there_is_no_gpu_a_trial_says_so(here: Project) -> None:
+    (told,) = doctor_gpu.examine_gpus(Path("params.yaml"))
+    assert (told.status, told.text) == (
+        "problem",
+        "there is no GPU to try (devices, above): run this where there is one",
+    )
+
+
+@pytest.mark.long
+def test_the_trial_of_gpus_gets_through_on_two_cores(here: Project) -> None:
+    """The same ranks as on GPUs, over gloo and with tiny sizes."""
+    done = here.swap("doctor", "--trial-on-cpu", "--json")
+
+    tried = [each for each in json.loads(done.stdout)["findings"] if each["topic"].startswith("GPU")]
+    assert {each["status"] for each in tried} == {"ok"}, tried
+    names = "exchange repeat precision precision waiting speed rate"
+    assert [each["topic"] for each in tried] == [f"GPU {name}" for name in names.split()]
+    assert "2 × cpu: sums over ranks are exact" in tried[0]["text"]
+    assert not (here.root / ".swap/images_per_second.json").exists()
+
+
+def test_a_trial_that_fails_says_where_and_why_in_one_line(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = "[rank1]: Traceback …\n[rank1]: torch.distributed.DistBackendError: NCCL error: unhandled\nmore\n"
+    said = 'trial: {"what": "exchange", "ok": true, "text": "fine"}\n'
+    failed = subprocess.CompletedProcess([], 1, stdout=said, stderr=log)
+    monkeypatch.setattr(doctor_gpu.subprocess, "run", lambda *_, **__: failed)
+
+    tried = list(doctor_gpu.try_gpus(read_params(), on_cpu=True))
+
+    assert [each.status for each in tried] == ["ok", "problem"]
+    expected = "the trial failed after exchange: torch.distributed.DistBackendError: NCCL error: unhandled"
+    assert tried[1].text == expected
+
+
+def test_what_a_trial_measured_is_what_plans_for_gpus_use(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    params = read_params()
+    on_gpus, on_cpu = plan_params(params, planned_devices(params, 4)), plan_params(params, devices_here(params))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    keep_rate(params, on_gpus, 12345.0)
+
+    forecast = make_forecast(params, file=Path("params.yaml"), num_gpus=4, images_per_second=None)
+
+    assert forecast.throughput.images_per_second == 12345.0
+    assert forecast.throughput.source == "measured by `swap doctor --gpu`: H100"
+    assert kept_rate(params, on_cpu) is None
+    other = replace(params, compute=replace(params.compute, precision="fp32"))
+    assert kept_rate(other, on_gpus) is None

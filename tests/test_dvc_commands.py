@@ -67,7 +67,7 @@ def test_collecting_garbage_as_documented_keeps_the_committed_run_and_experiment
 ) -> None:
     project = branched.copy_to(tmp_path / "project")
     shutil.rmtree(project.root / ".swap")
-    (documented,) = re.findall(r"`(dvc gc .*?)`", (ROOT / "docs/experiments.md").read_text())
+    (documented,) = re.findall(r"^dvc gc .*", (ROOT / "docs/experiments.md").read_text(), re.MULTILINE)
 
     project.dvc("exp", "apply", "gentle")
     project.run(*documented.split(), "-f")

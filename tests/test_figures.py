@@ -65,11 +65,11 @@ def test_the_course_of_a_run_is_that_of_its_records() -> None:
     drawing = course(records)
 
     phase1 = records["phase1"]["curve"]
-    assert points(drawing, "accuracy-phase1") == [(row["epoch"], row["test_accuracy"]) for row in phase1]
+    assert points(drawing, "accuracy-phase1") == [(row["epoch"], row["accuracy"]) for row in phase1]
     for seed, worker in records["workers"].items():
-        later = [(20 + row["epoch"], row["test_accuracy"]) for row in worker["curve"]]
+        later = [(20 + row["epoch"], row["accuracy"]) for row in worker["curve"]]
         assert points(drawing, f"accuracy-seed_{seed}") == points(drawing, f"close-seed_{seed}") == later
-    average = [(20 + epoch, point["test_accuracy"]) for epoch, point in enumerate(records["phase3"]["points"], 1)]
+    average = [(20 + epoch, point["accuracy"]) for epoch, point in enumerate(records["phase3"]["points"], 1)]
     assert points(drawing, "accuracy-averaged") == average
     assert average[-1] == (28, records["phase3"]["test_accuracy"])
     # The rate rises to its peak, and falls towards 0 at max_epochs, which phase 1 did not reach.
@@ -200,9 +200,9 @@ def test_cosines_are_drawn_by_run_with_the_boundary_of_the_phases() -> None:
 
 def test_accuracy_by_number_of_workers_has_mean_and_spread_over_choices() -> None:
     record = workers_record()
-    drawing = draw_subsets(record["subsets"])
+    drawing = draw_subsets(record["subsets"], "validation")
     assert len(points(drawing, "choices")) == len(record["subsets"]) == 4 + 6 + 4 + 1
-    accuracies = [s["test_accuracy"] for s in record["subsets"] if s["size"] == 2]
+    accuracies = [s["accuracy"] for s in record["subsets"] if s["size"] == 2]
     assert points(drawing, "means")[1] == (2, pytest.approx(statistics.fmean(accuracies)))
     low, high = drawn(drawing, "means-spread").get_segments()[1][:, 1]
     assert (high - low) / 2 == pytest.approx(statistics.stdev(accuracies))

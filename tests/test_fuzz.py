@@ -10,6 +10,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import random
 import typing
 from collections.abc import Iterator
@@ -21,7 +22,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from mutations import COUNT, Mutant, Tensors, TensorsAndInfo, edited, equal, file_of, fuzz, hurt, mutant_of_tensors
+from mutations import (
+    COUNT,
+    Mutant,
+    Tensors,
+    TensorsAndInfo,
+    edited,
+    equal,
+    file_of,
+    fuzz,
+    hurt,
+    mutant_of_image,
+    mutant_of_tensors,
+)
 from PIL import Image
 from ruamel.yaml import YAML
 from torch import nn
@@ -39,6 +52,7 @@ from swap_pipeline.engine.opening import view_of_checkpoint
 from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
 from swap_pipeline.models.networks import ResNet9, load_model
+from swap_pipeline.storage.image_files import FORMATS, decode, read_image, shape_of
 from swap_pipeline.storage.tensor_files import digest_of, read_tensors
 from swap_pipeline.storage.weights import load_weights
 from swap_pipeline.training.resuming import State, resume
@@ -206,9 +220,9 @@ def snapshot(seed: int, epochs: int, width: int = 2) -> tuple[Tensors, dict[str,
             "learning_rate": 0.1,
             "train_loss": 1.5,
             "train_accuracy": 50.0,
-            "test_loss": 1.4,
-            "test_accuracy": 49.0,
-            "test_top5": None,
+            "loss": 1.4,
+            "accuracy": 49.0,
+            "top5": None,
             "seconds": 0.5,
         }
         for epoch in range(1, epochs + 1)
@@ -237,7 +251,7 @@ def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
         net = little(4)
         sgd = sgd_of(net)
         state = State(network=net, sgd=sgd, shards=Shards(net, run.shards, ALONE), mean=None, group=ALONE)
-        curve, _ = resume(run, state, tmp_path, num_images=1000, deterministic=True)
+        curve, _ = resume(run, state, tmp_path, num_images=1000, deterministic=True) or ([], None)
         parts = {"network": net.state_dict(), "momentum": sgd.momentum()}
         found = {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
         said = capsys.readouterr().out
@@ -343,6 +357,58 @@ def test_of_prepared_data_the_images_are_those_that_were_prepared_or_refused(tmp
     tally = fuzz(f"prepared {kind}", draw, answer, count=count)
 
     assert tally.refused > count / 2 and tally.accepted > count / 50
+
+
+# --- image files
+
+SAVED_AS: dict[str, tuple[str, ...]] = {
+    "BMP": ("1", "L", "P", "RGB"),
+    "JPEG": ("L", "RGB", "CMYK"),
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"),
+    "PPM": ("1", "L", "RGB", "I;16"),
+    "TIFF": ("1", "L", "P", "RGB", "RGBA", "CMYK", "I;16", "F"),
+    "WEBP": ("RGB", "RGBA"),
+}
+
+
+@cache
+def saved(kind: str, mode: str, seed: int, **options: Any) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (11, 13, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert("L" if mode == "I;16" else "RGB").convert(mode).save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:::PIL")
+@pytest.mark.parametrize("kind", SAVED_AS)
+def test_of_an_image_file_the_pixels_are_read_or_refused(tmp_path: Path, kind: str) -> None:
+    assert set(SAVED_AS) == set(FORMATS)
+    most = Image.MAX_IMAGE_PIXELS or 0  # twice as many are decoded, in one and a half gigabytes, and more are refused
+    path = tmp_path / "x.png"
+    options = [{"compression": name} for name in (None, "tiff_lzw", "tiff_adobe_deflate")] if kind == "TIFF" else [{}]
+    files = [saved(kind, mode, 1, **each) for mode in SAVED_AS[kind] for each in options]
+
+    def draw(chance: random.Random) -> Mutant:
+        return mutant_of_image(chance.choice(files), chance.choice(files), chance)
+
+    def answer(mutant: Mutant) -> str | None:
+        path.write_bytes(mutant.content)
+        with naming(path):
+            try:
+                shape = shape_of(path)
+                _, image = read_image(path, None)
+                decode(path, 1), decode(path, 3)
+            except SwapError as error:
+                if "MemoryError" not in str(error) or math.prod(Image.open(path).size) > most:
+                    raise
+                return f"much memory is taken: {error}"
+        found = (len(image.getbands()), image.height, image.width)
+        return None if found == shape else f"{shape} in the header, {found} in the pixels"
+
+    count = COUNT // 4
+    tally = fuzz(f"image {kind}", draw, answer, count=count)
+
+    assert tally.refused > count / 20 and tally.accepted > count / 20
 
 
 # --- params files and recipes

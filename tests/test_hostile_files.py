@@ -100,6 +100,20 @@ def test_other_types_are_refused_whatever_they_are_called(tmp_path: Path, name: 
             read()
 
 
+def test_what_pillow_remarks_on_an_odd_file_is_not_printed(finished: Project, tmp_path: Path) -> None:
+    odd = tmp_path / "odd.tiff"
+    Image.new("L", (28, 28)).save(odd)
+    content = bytearray(odd.read_bytes())
+    tag = content.index((259).to_bytes(2, "little"))  # compression, with a value far beyond the end of the file
+    content[tag + 4 : tag + 8] = (1 << 20).to_bytes(4, "little")
+    odd.write_bytes(content)
+
+    done = swap(finished, "predict", str(odd))
+
+    assert (done.returncode, done.stderr) == (0, "") or done.stderr.count("\n") == 1, done.stderr
+    assert "Warning" not in done.stderr
+
+
 def pipe(path: Path) -> Path:
     os.mkfifo(path)
     return path
@@ -153,6 +167,18 @@ def test_a_pipe_or_a_device_among_the_images_is_refused(project: Project, make: 
     command = ("timeout", "120", sys.executable, "-m", "stages.prepare")
     done = project.run(*command, check=False)
     assert_one_bad_image(done, "2.png cannot be read: it is a pipe or a device, not a file")
+
+
+@pytest.mark.parametrize("name", ["params.yaml", "dvc.yaml", "dvc.lock", "checkpoints/phase1/model.safetensors"])
+def test_nothing_waits_for_a_pipe_in_place_of_a_file_of_the_project(finished: Project, name: str) -> None:
+    path = finished.root / name
+    path.unlink()
+    pipe(path)
+
+    for command in (["stages.phase2", "--seed", "0"], ["swap_pipeline.cli", "clean", "--dry-run"]):
+        done = finished.run("timeout", "120", sys.executable, "-m", *command, check=False)
+        if done.returncode != 0:
+            assert_one_line(done, name, "pipe")
 
 
 # --- checkpoints

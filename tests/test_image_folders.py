@@ -566,7 +566,7 @@ def test_whatever_ends_the_stage_ends_its_processes(project: Project, tmp_path: 
             os.killpg(stage.pid, signal.SIGKILL)
 
     assert stage.returncode == (128 + signal.SIGINT if end == "Ctrl-C" else -signal.SIGKILL)
-    assert output.endswith("interrupted: `dvc repro` goes on from here\n") or end == "kill", output
+    assert output.endswith("interrupted: `dvc repro` resumes from here\n") or end == "kill", output
     assert not (project.root / "data/prepared").exists()
 
 

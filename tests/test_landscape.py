@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Project, processes_in, wait_until
+from conftest import Clock, Project, processes_in, wait_until
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -23,7 +23,7 @@ from swap_pipeline.config.seeds import derive_seed
 from swap_pipeline.data.epochs import draw_epoch
 from swap_pipeline.engine.results import read_point, write_point
 from swap_pipeline.models.networks import load_model
-from swap_pipeline.runtime.progress import roughly
+from swap_pipeline.runtime.progress import time_left
 from swap_pipeline.storage.tensor_files import read_tensors
 
 # Of 240 and 120: many enough to tell models apart.
@@ -168,7 +168,13 @@ def test_the_cost_is_told_before_the_work_and_the_time_on_the_way(landscape: tup
     assert "landscape: 23 points × 3 passes" in said.splitlines()[0]
     assert record["train_images"] == TRAIN and record["test_images"] == TEST
     assert cost(345, 2000, 1000, 2).endswith("1,725,000 images forward, shared by 2 ranks")
-    assert [roughly(s) for s in (0.2, 42.4, 119, 3601)] == ["1 s", "42 s", "2 min", "1 h 00 min"]
+
+
+def test_the_time_that_is_left_follows_from_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("swap_pipeline.runtime.progress.time", clock)
+    clock.advance(50)
+    assert [time_left(0, done, 4) for done in (1, 2, 4)] == [", about 0:02:30 left", ", about 0:00:50 left", ""]
 
 
 def test_with_all_images_swap_has_phase_3s_own_test_error_and_two_ranks_find_what_one_finds(

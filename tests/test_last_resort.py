@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -128,6 +129,34 @@ def test_closed_streams_do_not_matter(finished: Project, streams: str) -> None:
     assert finished.json("metrics/phase1.json")["epochs"] == 1
 
 
+@pytest.mark.parametrize("reader", ["2>&1 | true", "| head -c 5", "| (sleep 3; head -n 1)", "> /dev/full 2>&1"])
+def test_a_reader_that_leaves_does_not_end_the_training(finished: Project, reader: str) -> None:
+    finished.set_params({"seed": 5, "phase1.max_epochs": 1, "phase1.keep_epochs": []})
+
+    command = f"set -o pipefail; {sys.executable} -m stages.phase1 {reader}"
+    done = finished.run("bash", "-c", command, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert finished.json("metrics/phase1.json")["epochs"] == 1
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_training(finished: Project) -> None:
+    finished.set_params({"seed": 5, "phase1.max_epochs": 1, "phase1.keep_epochs": []})
+    ours, theirs = os.openpty()
+    stage = subprocess.Popen(
+        [sys.executable, "-m", "stages.phase1"],
+        cwd=finished.root,
+        env=finished.full_environment(),
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    os.close(ours)
+
+    assert stage.wait(timeout=300) == 0
+    assert finished.json("metrics/phase1.json")["epochs"] == 1
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
@@ -155,6 +184,14 @@ def test_numbers_with_thousands_of_digits_are_refused_wherever_one_is_asked_for(
         done = finished.run(sys.executable, "-m", "swap_pipeline.cli", *arguments, check=False)
         assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr[-2000:]
     assert_one_line(finished.stage("phase2", "--seed", digits), "is not in workers.seeds")
+
+
+def test_in_the_project_of_somebody_else_the_word_of_git_is_passed_on(finished: Project) -> None:
+    for command in ("doctor", "compare"):
+        done = finished.swap(command, GIT_TEST_ASSUME_DIFFERENT_OWNER="1")
+
+        assert "this project belongs to another user" in done.stdout + done.stderr
+        assert "git init" not in done.stdout and "Traceback" not in done.stderr
 
 
 def test_in_the_project_of_somebody_else_the_rights_are_named() -> None:

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from swap_pipeline.config.instances import PHASE1, worker
+from swap_pipeline.config.instances import PHASE1, Instance, worker
 from swap_pipeline.errors import SwapError
-from swap_pipeline.launch import devices, stage_jobs
-from swap_pipeline.launch.devices import share_of_phase1, share_of_worker, this_machine
+from swap_pipeline.launch import stage_jobs
+from swap_pipeline.launch.devices import mps_runs, share_of_phase1, share_of_worker, this_machine
 from swap_pipeline.launch.jobs import Job, Machine
+from swap_pipeline.launch.local import Local
 from swap_pipeline.launch.stage_jobs import job_with
-from swap_pipeline.runtime import environment, rank, stage_process
+from swap_pipeline.runtime import environment, gpus, rank, stage_process
+from swap_pipeline.runtime.gpus import Gpu, Gpus
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.locks import Lock
 
@@ -25,7 +27,8 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU here: the one thing that is made up is the driver's answer, and that nothing is hashed."""
     for name in ("SWAP_DEVICE", "SWAP_NPROC", "SWAP_SLOTS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(devices, "_gpus", lambda: tuple("01234567"))
+    found = tuple(Gpu(name=name, uuid=name, model="H100", capability=(9, 0)) for name in "01234567")
+    monkeypatch.setattr(gpus, "look", lambda: Gpus(found=found))
     monkeypatch.setattr(environment, "num_cores", lambda: 64)
     monkeypatch.setattr(stage_jobs, "job_folder", lambda instance, **_: JobFolder(Path(instance.stage)))
 
@@ -33,7 +36,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eight_gpus")
 def test_phase_1_has_all_gpus_and_a_worker_has_its_own() -> None:
     machine = this_machine()
-    assert machine == Machine(device_type="cuda", devices=tuple("01234567"), cores=64)
+    assert (machine.device_type, machine.devices, machine.cores) == ("cuda", tuple("01234567"), 64)
     phase1 = job_with(PHASE1, share_of_phase1(machine, shards=8))
     own = job_with(worker(3), share_of_worker(machine, shards=2))
     assert (phase1.processes, phase1.threads, phase1.num_devices) == (8, 8, 8)
@@ -45,6 +48,52 @@ def test_phase_1_has_all_gpus_and_a_worker_has_its_own() -> None:
 def test_more_processes_than_gpus_are_refused() -> None:
     with pytest.raises(SwapError, match="SWAP_NPROC is 16, but there are 8 GPUs"):
         share_of_phase1(this_machine(), shards=8, at_most=16)
+
+
+def a_job(instance: Instance, folder: Path, num_devices: int = 1) -> Job:
+    place = JobFolder(folder / instance.name.replace(" ", "_"))
+    place.path.mkdir(parents=True, exist_ok=True)
+    return Job(instance=instance, device_type="cuda", processes=1, threads=1, num_devices=num_devices, folder=place)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [("1", ["0", "1"]), ("2", ["0", "1", "0", "1"]), ("3", ["0", "1", "0", "1", "0", "1"])],
+)
+def test_workers_share_gpus_of_which_each_gets_its_first_before_any_gets_a_second(
+    places: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SWAP_WORKERS_PER_GPU", places)
+    machine = Machine(device_type="cuda", devices=("0", "1"), cores=4)
+    # Each has its own launcher, as two experiments have.
+    held = [Local(machine)._free_devices(a_job(worker(seed), tmp_path)) for seed in range(7)]
+
+    assert [device for devices, _ in held for device in devices] == expected
+    phase1 = a_job(PHASE1, tmp_path)
+    assert Local(machine)._free_devices(phase1) == ([], []), "phase 1 has its GPUs for itself"
+    for _, locks in held[1::2]:  # those on the second GPU
+        for lock in locks:
+            lock.release()
+    assert Local(machine)._free_devices(phase1)[0] == ["1"]
+    assert Local(machine)._free_devices(a_job(worker(9), tmp_path))[0] == []
+
+
+def test_a_worker_that_needs_two_gpus_never_gets_one_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SWAP_WORKERS_PER_GPU", "2")
+    place = Local(Machine(device_type="cuda", devices=("0", "1"), cores=4))
+    held = [place._free_devices(a_job(worker(seed), tmp_path, num_devices=2)) for seed in range(3)]
+    assert [devices for devices, _ in held] == [["0", "1"], ["0", "1"], []]
+
+
+def test_mps_runs_if_its_process_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert not mps_runs()
+    (tmp_path / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
+    assert mps_runs()
+    (tmp_path / "nvidia-cuda-mps-control.pid").write_text("999999999\n")
+    assert not mps_runs()
 
 
 def test_nohup_stays_in_force_and_other_signals_become_exceptions() -> None:

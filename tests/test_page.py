@@ -9,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -19,7 +20,14 @@ from markupsafe import escape
 from swap_pipeline.report import provenance
 from swap_pipeline.report.analysis_page import analysis_page, draw_analysis
 from swap_pipeline.report.page import TEMPLATES, from_markdown, render
-from swap_pipeline.report.summary import models_before_averaging, result_rows, result_table, summarise
+from swap_pipeline.report.summary import (
+    RESULT_COLUMNS,
+    closing_words,
+    models_before_averaging,
+    result_rows,
+    result_table,
+    summarise,
+)
 from swap_pipeline.storage.files import write_json
 
 FOLDER = ROOT / "swap_pipeline" / "report" / "templates"
@@ -152,28 +160,29 @@ def test_the_report_shows_the_numbers_of_the_records(written: Path) -> None:
 
 def test_metrics_are_flat_and_of_the_final_model(written: Path) -> None:
     records, metrics = swap_records(), json.loads((written / "metrics/swap.json").read_text())
-    accuracies = [records["workers"][seed]["curve"][-1]["test_accuracy"] for seed in (0, 1, 2, 3)]
+    accuracies = [records["workers"][seed]["curve"][-1]["accuracy"] for seed in (0, 1, 2, 3)]
     assert metrics == {
         "accuracy": records["phase3"]["test_accuracy"],
         "loss": records["phase3"]["test_loss"],
         "workers": pytest.approx(sum(accuracies) / 4),
-        "phase1": records["phase1"]["curve"][-1]["test_accuracy"],
+        "phase1": records["phase1"]["curve"][-1]["accuracy"],
         "seconds": pytest.approx(63.6 + 49 + 1.2),  # the slowest worker is the last one
     }
 
 
 def test_with_cycles_each_worker_has_a_model_for_every_one_of_them() -> None:
     phase1 = training_record([50.0], seconds=9)
-    workers = {3: training_record([60, 61, 62, 70], seconds=5), 8: training_record([63, 65, 66, 72], seconds=4)}
+    workers = {
+        3: training_record([60, 61, 62, 70], seconds=5, cycles=2),
+        8: training_record([63, 65, 66, 72], seconds=4, cycles=2),
+    }
     phase3 = {"models": 4, "test_accuracy": 75.0, "test_loss": 0.4, "seconds": 1.0}
 
-    models = models_before_averaging(phase1, workers, cycles=2)
+    models = models_before_averaging(phase1, workers)
     assert [model["test_accuracy"] for model in models] == [61, 70, 65, 72]
-    every = models_before_averaging(phase1, workers, cycles=4)
-    assert [model["test_accuracy"] for model in every] == [60, 61, 62, 70, 63, 65, 66, 72]
-    summary = summarise(phase1, workers, phase3, cycles=2)
+    summary = summarise(phase1, workers, phase3)
     assert summary == {"accuracy": 75.0, "loss": 0.4, "workers": 67.0, "phase1": 50.0, "seconds": 15.0}
-    names = {row.name: row.cells for row in result_rows(phase1, workers, phase3, cycles=2)}
+    names = {row.name: row.cells for row in result_rows(phase1, workers, phase3)}
     # 61, 70, 65 and 72 are 6, 3, 2 and 5 from their mean: √(74 / 3)
     assert names["mean of 4 models"][1] == "67.00 ± 4.97"
     assert names["average of 4 models"][1] == "75.00"
@@ -262,14 +271,15 @@ def test_the_numbers_stand_beside_the_page_as_json(written: Path) -> None:
 
 def test_the_text_table_and_the_page_have_the_same_rows(written: Path) -> None:
     records = swap_records()
-    rows = result_rows(records["phase1"], records["workers"], records["phase3"], cycles=1)
+    rows = result_rows(records["phase1"], records["workers"], records["phase3"])
     lines = result_table(rows).splitlines()
     assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]] == [
-        list(r.cells) for r in rows
+        [cell for column, cell in zip(RESULT_COLUMNS, r.cells, strict=True) if column != "validation accuracy"]
+        for r in rows
     ]
     assert result_table(rows) in (written / "report/summary.md").read_text()
     shown = Reader(read(written, "report")).rows
-    assert all(list(row.cells) in [cells[:4] for cells in shown] for row in rows)
+    assert all([*row.cells[:3], row.cells[4]] in [cells[:4] for cells in shown] for row in rows)
 
 
 @pytest.mark.parametrize("dirty", [False, True])
@@ -302,8 +312,14 @@ def test_the_page_of_tables_has_them_with_the_best_in_bold(written: Path) -> Non
     assert text.count("data:image/svg+xml") == 2
 
 
+def test_the_report_says_what_ended_phase_1(written: Path) -> None:
+    words = " ".join(read(written, "report").split())
+    assert "Phase 1 was left after epoch 20 by accuracy: training accuracy 91.20 %, above 91 %." in words
+
+
 def test_the_analysis_page_shows_marks_and_last_points(written: Path) -> None:
     rows = Reader(read(written, "analysis")).rows
+    assert ["plateau", "14", "15", "0.00"] in rows
     marks = landscape_record()["planes"][1]["marks"]
     swap = marks[3]
     assert ["SWAP", f"{swap['train_error']:.2f}", f"{swap['test_error']:.2f}", "2.50"] in rows
@@ -313,7 +329,7 @@ def test_the_analysis_page_shows_marks_and_last_points(written: Path) -> None:
 
 def test_what_was_not_analysed_is_told_with_the_remedy() -> None:
     nothing = analysis_page({}, drawings={}, pictures={})
-    for stage in ("landscape", "cosine", "workers"):
+    for stage in ("landscape", "cosine", "workers", "exits"):
         assert f"<code>dvc --cd analysis repro {stage}</code>" in nothing
     records = {
         "landscape": {**landscape_record(), "planes": [], "left_out": [{"name": "workers", "why": "only 2 <workers>"}]},
@@ -340,3 +356,44 @@ def test_a_report_of_missing_records_ends_in_one_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.startswith("error: metrics/phase3.json is missing") and len(done.stderr.splitlines()) == 1
+
+
+def closing(records: Any, *, accuracy: float = 90.78, since: float | None, experiment: str | None = None) -> list[str]:
+    numbers = {"accuracy": accuracy, "workers": 90.49, "phase1": 88.99}
+    return closing_words(
+        records["phase1"],
+        records["workers"],
+        numbers,
+        since=since,
+        experiment=experiment,
+        is_temporary=experiment is not None,
+    ).splitlines()
+
+
+def test_a_run_ends_with_what_was_trained_what_came_out_and_what_to_do_next() -> None:
+    records = swap_records(seeds=(0, 3, 8))
+    ended = {8: 900.0, 3: 2000.0, 0: 500.0}
+    for seed, worker in records["workers"].items():
+        worker["ran"] = [0.0, ended[seed]]
+    records["phase1"]["ran"] = [0.0, 400.0]
+    assert closing(records, since=900.0) == [
+        "trained: workers 3, 8",
+        "reused:  phase 1, worker 0",
+        "result:  90.78 % test accuracy, 1.79 points above phase 1, 0.29 points above the workers' mean",
+        "model:   checkpoints/phase3/model.safetensors",
+        "report:  report/index.html",
+        'next:    git add -A && git commit -m "A run to compare with"',
+        "         dvc exp run --temp -n NAME -S PARAM=VALUE  (`swap params` lists them)",
+    ]
+    by_hand = closing(records, since=None, experiment="gentle", accuracy=90.4)
+    assert by_hand[0].endswith("1.41 points above phase 1, 0.09 points below the workers' mean")
+    assert by_hand[1:] == [
+        "report:  run `dvc exp apply gentle`, then open report/index.html",
+        "note:    the average is no better than its workers: see docs/choosing-tau.md",
+        "next:    dvc exp show --only-changed --drop '.*/'",
+    ]
+
+
+def test_a_run_without_phase_2_ends_with_its_accuracy_alone() -> None:
+    records = swap_records(seeds=(0,), epochs=0)
+    assert closing(records, since=1.0)[:2] == ["trained: phase 1", "result:  90.78 % test accuracy"]

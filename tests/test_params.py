@@ -71,11 +71,13 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("phase1.stop_accuracy", 100.5, "phase1.stop_accuracy is 100.5, but must be at most 100"),
         ("phase1.warmup_epochs", 25, "phase1.warmup_epochs is 25, longer than phase1.max_epochs (24)"),
         ("phase2.warmup_epochs", 9, "phase2.warmup_epochs is 9, longer than phase2.epochs (8)"),
+        ("phase1.stop", "qsr", "phase1.stop is qsr, but phase1.qsr_alpha is missing"),
+        ("phase1.stop", "fork", "phase1.stop is fork, but phase1.fork_batch_size is missing: set it to phase 2's, 90"),
+        ("phase1.stop", "never", "phase1.stop is 'never': choose one of accuracy, plateau, qsr, fork"),
         ("augment.flip", "yes", "augment.flip is 'yes', but must be true or false"),
         ("augment", 3, "augment must be a section with entries of its own, not 3"),
         ("data.augment", {}, "data.augment is not a known parameter"),
         ("optimizer.momentum", 0, "optimizer.nesterov is true but optimizer.momentum is 0"),
-        ("phase3.variance", "pooled!", "phase3.variance is 'pooled!': choose one of pooled, batch_mean"),
         ("workers.seeds", [], "workers.seeds is empty"),
         ("workers.seeds", [1, 2, 1], "workers.seeds lists 1 more than once"),
         ("workers.seeds", 4, "workers.seeds is 4: write a list"),
@@ -116,12 +118,12 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("phase2.ema_decay", 1, "phase2.ema_decay is 1, but must be at most"),
         (
             "phase1.shards",
-            7,
-            "phase1.batch_size is 480, which 7 shards cannot share equally: choose a multiple of 7, or",
+            4,
+            "phase1.batch_size is 450, which 4 shards cannot share equally: choose a multiple of 4, or",
         ),
-        ("phase1.shards", 7, "or set phase1.shards to 6"),
+        ("phase1.shards", 4, "or set phase1.shards to 3"),
         ("phase1.batch_size", [[0, 480], [4, 93]], "phase1.batch_size is 93, which 2 shards cannot share equally"),
-        ("phase2.shards", 5, "phase2.batch_size is 96, which 5 shards cannot share equally"),
+        ("phase2.shards", 4, "phase2.batch_size is 90, which 4 shards cannot share equally"),
     ],
 )
 def test_a_bad_entry_is_named_with_its_value_and_the_way_out(dotted: str, value: Any, message: str) -> None:
@@ -170,6 +172,16 @@ def test_neither_peak_nor_course_is_refused_with_both_ways_out() -> None:
         parse_params(incomplete)
 
 
+@pytest.mark.parametrize("how", [True, False, "reduce-overhead"])
+def test_compile_takes_true_false_and_reduce_overhead(how: bool | str) -> None:
+    assert parse_params(changed("compute.compile", how)).compute.compile == how
+
+
+def test_another_way_of_compiling_is_refused() -> None:
+    with pytest.raises(SwapError, match=r"compute\.compile is 'max'.*true or false, or reduce-overhead"):
+        parse_params(changed("compute.compile", "max"))
+
+
 def test_what_is_rarely_tuned_has_a_default_and_may_be_left_out() -> None:
     short = tree() | {
         "augment": {},
@@ -196,7 +208,7 @@ def test_what_is_rarely_tuned_has_a_default_and_may_be_left_out() -> None:
         assert (phase.shards, phase.warmup_epochs, phase.keep_epochs, phase.ema_decay) == (1, None, (), None)
     assert params.phase1.stop_accuracy == 100.0
     assert (params.phase2.cycles, params.phase2.first_epoch) == (1, 0)
-    assert params.phase3 == Phase3(batch_size=500, augment=False, variance="pooled")
+    assert params.phase3 == Phase3(batch_size=500, augment=False)
 
 
 @pytest.mark.parametrize("dotted", ["data.name", "model.name", "phase1.batch_size", "phase1.max_epochs", "seed"])
@@ -263,7 +275,7 @@ def test_every_param_is_listed_with_value_default_and_meaning() -> None:
     assert (found["model.width"].value, found["model.width"].default) == ("8", "–")
     assert (found["phase2.ema_decay"].value, found["optimizer.weight_decay"].value) == ("–", "0.0005")
     assert all(entry.doc for entry in found.values())
-    nearly = [e for e in entries(parse_params(changed("phase1.stop_accuracy", 99.9999999))) if "stop" in e.key]
+    nearly = [e for e in entries(parse_params(changed("phase1.stop_accuracy", 99.9999999))) if "stop_accuracy" in e.key]
     assert text_of(nearly).startswith("* phase1.stop_accuracy  99.9999999  (default 100)\n")
 
     text = text_of(list(found.values()))

@@ -43,7 +43,8 @@ def test_repro_runs_all_phases_and_ends_with_the_table(finished_project: Project
         "critical path",
     ):
         assert words in output
-    assert "report: report/index.html, report/summary.md" in output
+    assert re.search(r"^trained: phase 1, workers 0, 1, 2$", output, re.M) and "reused:" not in output
+    assert re.search(r"^report:  report/index.html$", output, re.M)
 
 
 def test_metrics_are_what_the_phases_recorded(finished_project: Project) -> None:
@@ -55,7 +56,7 @@ def test_metrics_are_what_the_phases_recorded(finished_project: Project) -> None
             "accuracy": phase3["test_accuracy"],
             "loss": phase3["test_loss"],
             "workers": sum(worker["test_accuracy"] for worker in workers) / 3,
-            "phase1": phase1["curve"][-1]["test_accuracy"],
+            "phase1": phase1["curve"][-1]["accuracy"],
             "seconds": sum(row["seconds"] for row in phase1["curve"])
             + max(worker["seconds"] for worker in workers)
             + phase3["seconds"],
@@ -70,7 +71,7 @@ def test_curves_hold_every_epoch_of_every_run(finished_project: Project) -> None
         *((f"seed_{seed}", str(epoch)) for seed in (0, 1, 2) for epoch in (4, 5)),
     ]
     phase1 = finished_project.json("metrics/phase1.json")
-    assert [float(row["test_accuracy"]) for row in rows[:3]] == [row["test_accuracy"] for row in phase1["curve"]]
+    assert [float(row["accuracy"]) for row in rows[:3]] == [row["accuracy"] for row in phase1["curve"]]
 
 
 def test_the_final_model_is_the_mean_of_the_workers(finished_project: Project) -> None:
@@ -111,6 +112,7 @@ def test_an_added_seed_trains_alone(finished: Project) -> None:
     assert finished.trained("phase2") == 4
     assert "phase2 seed 7: epoch 2/2" in output
     assert "phase2 seed 0" not in output
+    assert "trained: worker 7\nreused:  phase 1, workers 0, 1, 2\n" in output
     assert {path: finished.bytes_of(f"{path}/model.safetensors") for path in before} == before
 
 
@@ -191,10 +193,10 @@ def test_pictures_and_curves_are_dvc_plots(finished: Project) -> None:
     plots = json.loads(finished.run("dvc", "plots", "show", "--json").stdout)["data"]
     assert plots["report/figures/training.svg"][0]["type"] == "image"
     assert plots["report/figures/schedules.svg"][0]["type"] == "image"
-    (average,) = plots["test accuracy beside the average's"]
+    (average,) = plots["held-out accuracy beside the average's"]
     drawn = [row for row in average["content"]["data"]["values"] if row["run"] == "averaged"]
     points = finished.json("metrics/phase3.json")["points"]
-    assert [float(row["test_accuracy"]) for row in drawn] == [point["test_accuracy"] for point in points]
+    assert [float(row["accuracy"]) for row in drawn] == [point["accuracy"] for point in points]
     assert [row["epoch"] for row in drawn] == ["4", "5"]  # after phase 1's three
 
 

@@ -7,16 +7,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from test_training import COMPUTE, PLAIN, a_run, small_network, train_here, weights_of
+from test_training import COMPUTE, PLAIN, a_run, random_images, small_network, train_here, weights_of
 from torch import nn
 
 from swap_pipeline.config.params import Precision
+from swap_pipeline.data.images import Images
 from swap_pipeline.engine import precision
 from swap_pipeline.engine.distributed import Group, process_group
+from swap_pipeline.engine.evaluation import evaluate
 from swap_pipeline.engine.placement import set_up
 from swap_pipeline.errors import SwapError
 from swap_pipeline.training import keeping
@@ -142,6 +144,22 @@ def test_a_snapshot_of_another_kind_of_gpu_is_taken_up_only_if_bytes_may_differ(
     assert (afresh in capsys.readouterr().out) == deterministic
 
 
+@pytest.mark.parametrize(("crop", "tunes"), [("rectangle", False), ("square", True)])
+def test_cudnn_tries_out_algorithms_in_a_test_only_if_all_images_have_one_shape(
+    crop: str, tunes: bool, restored_backends: None
+) -> None:
+    seen, network = [], small_network()
+    network.register_forward_pre_hook(lambda module, inputs: seen.append(torch.backends.cudnn.benchmark))
+    torch.backends.cudnn.benchmark = True
+
+    class Cropped(Images):
+        has_many_test_shapes = crop == "rectangle"
+
+    evaluate(network, Cropped(**vars(random_images())), group=Group(rank=0, world_size=1, device=CPU))
+
+    assert seen == [tunes] and torch.backends.cudnn.benchmark
+
+
 def test_torch_is_made_deterministic_before_nccl_starts(
     monkeypatch: pytest.MonkeyPatch, restored_backends: None
 ) -> None:
@@ -150,6 +168,8 @@ def test_torch_is_made_deterministic_before_nccl_starts(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
 
@@ -206,12 +226,15 @@ def test_a_cpu_that_dies_of_half_precision_is_found_out_before_training(
 
 @pytest.mark.skipif(not os.access("/usr/bin/g++", os.X_OK), reason="torch.compile needs a C++ compiler on CPU")
 @pytest.mark.long
-def test_a_compiled_network_trains_alike_and_keeps_its_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [True, "reduce-overhead"])
+def test_a_compiled_network_trains_alike_and_keeps_its_names(
+    how: bool | Literal["reduce-overhead"], tmp_path: Path
+) -> None:
     plain, compiled = small_network(batch_norm=True), small_network(batch_norm=True)
     for name in ("plain", "compiled"):
         (tmp_path / name).mkdir()
     train_here(plain, tmp_path / "plain", a_run(epochs=1))
-    train_here(compiled, tmp_path / "compiled", a_run(epochs=1), compute=replace(COMPUTE, compile=True))
+    train_here(compiled, tmp_path / "compiled", a_run(epochs=1), compute=replace(COMPUTE, compile=how))
 
     assert list(compiled.state_dict()) == list(plain.state_dict())
     torch.testing.assert_close(weights_of(compiled), weights_of(plain), rtol=1e-3, atol=1e-5)

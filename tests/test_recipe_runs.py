@@ -104,9 +104,14 @@ CASES: dict[str, tuple[int, Callable[[int, pytest.MonkeyPatch], None], dict[str,
     "cifar100": (2 * 2048, cifar100, NARROW),
     "dawnbench": (2 * 2048 + 4, cifar10, NARROW),
     "cifar10-cpu": (
-        130,
+        150,
         folder("data/cifar10", classes=10, size=lambda: (32, 32)),
-        {**NARROW, "data.train_images": 128, "phase1.batch_size": 64},
+        {**NARROW, "data.train_images": 128, "data.validation_images": 20, "phase1.batch_size": 64},
+    ),
+    "tiny-imagenet-cpu": (
+        150,
+        folder("data/tiny-imagenet100", classes=10, size=lambda: (32, 32)),
+        {**NARROW, "data.train_images": 128, "data.validation_images": 20, "phase1.batch_size": 64},
     ),
     "imagenet": (
         18,
@@ -182,8 +187,8 @@ def test_a_recipe_trains_in_every_phase(name: str, tmp_path: Path, monkeypatch: 
     assert all(math.isfinite(row["train_loss"]) and row["seconds"] > 0 for curve in curves for row in curve)
     assert math.isfinite(read_json(Path("metrics/phase3.json"))["test_loss"])
     epochs, cycles = params.phase2.epochs, params.phase2.cycles
-    paths = models_after(epochs, seeds=params.workers.seeds, epochs=epochs, cycles=cycles)
-    models = [load_file(path) for path in paths]
+    by_seed = models_after(epochs, seeds=params.workers.seeds, epochs=epochs, cycles=cycles)
+    models = [load_file(path) for paths in by_seed.values() for path in paths]
     assert len(models) == 2 * cycles
     average = load_file("checkpoints/phase3/model.safetensors")
     weight = next(key for key in average if key.endswith("weight") and average[key].ndim == 4)

@@ -31,6 +31,7 @@ NAMES = (
     "fashion-mini",
     "fashion-mnist",
     "imagenet",
+    "tiny-imagenet-cpu",
 )
 BEFORE = 1e-9
 """Epochs: just before a jump."""
@@ -317,17 +318,22 @@ def test_swa_on_imagenet_begins_its_cycles_where_the_last_line_of_the_rate_begin
 # This project's own recipes
 
 
-def test_cifar10_cpu_reads_ten_thousand_images_from_a_folder() -> None:
-    params = recipe("cifar10-cpu")
-    assert (params.data.name, params.data.train_images) == ("imagefolder", 10_000)
+@pytest.mark.parametrize("name", ["cifar10-cpu", "tiny-imagenet-cpu"])
+def test_the_cpu_recipes_read_ten_thousand_images_and_a_validation_set_from_a_folder(name: str) -> None:
+    params = recipe(name)
+    assert (params.data.name, params.data.train_images, params.data.validation_images) == ("imagefolder", 10_000, 5_000)
     assert (params.model.name, params.model.width) == ("resnet9", 16)
 
 
-@pytest.mark.parametrize("name", ["fashion-mini", "fashion-mnist", "cifar10-cpu"])
-def test_the_small_recipes_run_on_1_2_4_or_8_processes(name: str) -> None:
-    params = recipe(name)
-    assert isinstance(params.phase1.batch_size, int)
-    assert [params.phase1.batch_size % processes for processes in (1, 2, 4, 8)] == [0, 0, 0, 0]
+@pytest.mark.parametrize("name", ["fashion-mini", "cifar10-cpu", "tiny-imagenet-cpu"])
+def test_no_method_of_a_small_recipe_drops_images(name: str) -> None:
+    with contextlib.chdir(ROOT):
+        methods = read_methods(name).settings
+    for method in methods:
+        params = of_method(name, method)
+        for run in (params.phase1, params.phase2):
+            assert isinstance(run.batch_size, int)
+            assert (NUM_IMAGES[name] % run.batch_size, run.batch_size % run.shards) == (0, 0), method
 
 
 # Shards, by arithmetic
@@ -338,9 +344,10 @@ NUM_IMAGES = {
     "cifar10-cpu": 10_000,
     "cifar100": 50_000,
     "dawnbench": 50_000,
-    "fashion-mini": 10_000,
+    "fashion-mini": 9_000,
     "fashion-mnist": 60_000,
     "imagenet": 1_281_167,
+    "tiny-imagenet-cpu": 10_000,
 }
 
 
@@ -470,7 +477,7 @@ def test_use_lists_every_recipe_in_one_line_and_marks_the_one_in_params_yaml(pla
     *lines, last = swap(plain, "use").stdout.splitlines()
     assert [line[2:].split()[0] for line in lines] == list(NAMES)
     assert [line for line in lines if line.startswith("* ")] == [
-        "* fashion-mini   The default: a sixth of Fashion-MNIST, from this repository, "
+        "* fashion-mini       The default: a sixth of Fashion-MNIST, from this repository, "
         "in a few minutes on two CPU cores."
     ]
     assert last.startswith("params.yaml is fashion-mini;")
@@ -578,7 +585,7 @@ def test_outside_of_git_anything_but_a_recipe_is_an_edit(plain: Path) -> None:
     [
         ("cifar", "did you mean cifar10 or cifar100"),
         ("CIFAR100", "did you mean cifar100"),
-        ("recipes/imagenet.yaml", "did you mean imagenet?"),
+        ("recipes/imagenet.yaml", "did you mean imagenet or tiny-imagenet-cpu?"),
         ("fashion-minst", "did you mean fashion-mnist or fashion-mini?"),
         ("zzz", "known: cifar10, cifar10-cpu, cifar100, dawnbench, fashion-mini, fashion-mnist, im"),
         ("../params", "known: cifar10"),
@@ -608,7 +615,7 @@ def test_a_recipe_of_ones_own_is_listed_and_used_like_the_others(plain: Path) ->
     own = (plain / "recipes" / "cifar10.yaml").read_text().replace("recipe: cifar10", "recipe: mine")
     (plain / "recipes" / "mine.yaml").write_text("# My own.\n" + own)
     assert swap(plain, "use", "mine").returncode == 0
-    assert "* mine           My own." in swap(plain, "use").stdout.splitlines()
+    assert "* mine               My own." in swap(plain, "use").stdout.splitlines()
 
 
 @pytest.mark.parametrize("arguments", [(), ("cifar10",)])

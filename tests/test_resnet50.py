@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -19,9 +18,9 @@ import torchvision
 from numpy.typing import NDArray
 from torch import nn
 
-from swap_pipeline.averaging.batchnorm import recompute_statistics
 from swap_pipeline.averaging.mean import average_files
 from swap_pipeline.config.params import Model
+from swap_pipeline.engine.batchnorm import recompute_statistics
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.models.networks import describe_network, load_model, new_network
 from swap_pipeline.storage.tensor_files import write_tensors
@@ -128,23 +127,19 @@ def given(folder: Path) -> dict[str, list[NDArray[np.float64]]]:
     return {name: norm.given for name, norm in norms.items()}
 
 
-@pytest.mark.parametrize("variance", ["pooled", "batch_mean"])
 def test_every_layer_of_the_averaged_resnet50_gets_the_statistics_of_what_it_is_given(
-    folder: Path, given: dict[str, list[NDArray[np.float64]]], variance: Literal["pooled", "batch_mean"]
+    folder: Path, given: dict[str, list[NDArray[np.float64]]]
 ) -> None:
     network = new_network(DESCRIPTION, seed=9)
     load_weights(network, folder / "average.safetensors")
 
-    num_layers = recompute_statistics(network, batches(), variance=variance, group=ALONE)
+    num_layers = recompute_statistics(network, batches(), group=ALONE)
 
     assert num_layers == len(given) == 53
     for name, parts in given.items():
         layer = network.get_submodule(name)
         values = np.concatenate(parts)
-        if variance == "pooled":
-            spread = values.var(axis=0, ddof=1)
-        else:
-            spread = sum(len(part) * part.var(axis=0, ddof=1) for part in parts) / len(values)
+        spread = values.var(axis=0, ddof=1)
         np.testing.assert_allclose(layer.running_mean.numpy(), values.mean(axis=0), rtol=1e-4, atol=1e-4, err_msg=name)
         np.testing.assert_allclose(layer.running_var.numpy(), spread, rtol=4e-4, err_msg=name)
         assert layer.num_batches_tracked == 10
@@ -156,7 +151,7 @@ def test_every_layer_of_the_averaged_resnet50_gets_the_statistics_of_what_it_is_
 def test_the_file_of_an_averaged_resnet50_gives_the_logits_of_its_statistics(folder: Path) -> None:
     network = new_network(DESCRIPTION, seed=9)
     load_weights(network, folder / "average.safetensors")
-    recompute_statistics(network, batches(), variance="pooled", group=ALONE)
+    recompute_statistics(network, batches(), group=ALONE)
     write_tensors(folder / "model.safetensors", network.state_dict(), {"model": DESCRIPTION})
     images = batches()[0]
     with torch.inference_mode():

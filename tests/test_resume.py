@@ -172,7 +172,7 @@ def test_an_interrupted_phase_leaves_with_a_short_message_and_no_process_behind(
     log = (project.root / "killed.log").read_text()
     assert code != 0
     assert "Traceback" not in log
-    assert "goes on from the last finished epoch" in log
+    assert "resumes from the last snapshot" in log
     assert not (project.root / "checkpoints" / "phase1" / "model.safetensors").exists()
     assert snapshots(project, "phase1") != []
 

@@ -194,9 +194,14 @@ def test_a_hash_is_that_of_the_present_content(tmp_path: Path) -> None:
 # ---- damage
 
 
-def folder_of(project: Project, stage: str) -> Path:
-    (folder,) = [path for path in (project.root / ".swap" / stage).iterdir() if (path / "result").is_dir()]
-    return folder
+def result_of_phase1(project: Project) -> Path:
+    (result,) = (project.root / ".swap/phase1").glob("*/result*")
+    return result
+
+
+def replaced(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
 
 
 HARMS: dict[str, Callable[[Path], object]] = {
@@ -208,6 +213,9 @@ HARMS: dict[str, Callable[[Path], object]] = {
     "lost kept model": lambda result: (result / "epoch_2.safetensors").unlink(),
     "emptied": lambda result: [path.unlink() for path in result.iterdir()],
     "a file in its place": lambda result: (shutil.rmtree(result), result.write_text("")),
+    "a pipe for a model": lambda result: replaced(result / "model.safetensors", os.mkfifo),
+    "a folder for a model": lambda result: replaced(result / "model.safetensors", Path.mkdir),
+    "a link to itself": lambda result: replaced(result / "record.json", lambda path: path.symlink_to(path)),
     "no digests": lambda result: (result / "digests.json").write_text("{}"),
 }
 
@@ -216,25 +224,25 @@ HARMS: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_result_in_scratch_is_set_aside_and_made_again(
     harm: Callable[[Path], object], finished: Project, finished_project: Project
 ) -> None:
-    folder = folder_of(finished, "phase1")
-    harm(folder / "result")
+    result = result_of_phase1(finished)
+    harm(result)
 
     done = finished.stage("phase1")
 
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     assert re.fullmatch(
-        r"warning: \S+/result is damaged \(.+\): it is set aside as result.damaged and made again", warning
+        r"warning: \S+/(result-\w+) is damaged \(.+\): it is set aside as \1.damaged and made again", warning
     )
-    assert "phase1: epoch 3/3" in done.stdout
-    assert (folder / "result.damaged").exists()
+    assert "phase1: resuming after epoch 3" in done.stdout and "phase1: epoch" not in done.stdout
+    assert result.with_suffix(".damaged").exists()
     for name in ("model", "epoch_2"):
         file = f"checkpoints/phase1/{name}.safetensors"
         assert finished.bytes_of(file) == finished_project.bytes_of(file)
 
 
 def test_what_is_not_of_the_result_is_not_collected(finished: Project) -> None:
-    stray = folder_of(finished, "phase1") / "result" / "stray.safetensors"
+    stray = result_of_phase1(finished) / "stray.safetensors"
     shutil.copy(stray.with_name("model.safetensors"), stray)
     finished.stage("phase1")
     names = {path.name for path in (finished.root / "checkpoints" / "phase1").iterdir()}
@@ -249,9 +257,11 @@ def test_a_result_that_lacks_what_was_to_be_kept_is_no_result(tmp_path: Path) ->
 
 
 def test_a_result_in_scratch_shares_its_files_with_neither_workspace_nor_cache(finished_project: Project) -> None:
-    result = folder_of(finished_project, "phase1") / "result"
+    result = result_of_phase1(finished_project)
     names = {path.name: path.stat().st_nlink for path in result.iterdir()}
-    assert names == dict.fromkeys(("digests.json", "epoch_2.safetensors", "model.safetensors", "record.json"), 1)
+    own = dict.fromkeys(("digests.json", "model.safetensors", "record.json"), 1)
+    assert names == own | {"epoch_2.safetensors": 2}  # its other name is in kept/, for other ways of leaving
+    assert (result.parent / "kept/epoch_2.safetensors").samefile(result / "epoch_2.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["hardlink", "symlink", "copy"])

@@ -71,10 +71,10 @@ def test_the_average_of_all_workers_is_phase_3s_result(averaged: tuple[Project, 
     phase3 = project.json("metrics/phase3.json")
     assert [subset["size"] for subset in record["subsets"]] == [1, 1, 2, 2, 3]  # subsets is 2
     assert record["seeds"] == [0, 1, 2] == record["subsets"][-1]["seeds"]
-    assert record["subsets"][-1]["test_accuracy"] == phase3["test_accuracy"]
-    assert record["subsets"][-1]["test_loss"] == phase3["test_loss"]
-    assert len({subset["test_loss"] for subset in record["subsets"]}) == 5
-    assert said.startswith("workers: 5 averages × 2 passes (240 images for statistics, 120 for the test)\n")
+    assert record["subsets"][-1]["accuracy"] == phase3["test_accuracy"]
+    assert record["subsets"][-1]["loss"] == phase3["test_loss"]
+    assert len({subset["loss"] for subset in record["subsets"]}) == 5
+    assert said.startswith("workers: 5 averages × 2 passes (240 images for statistics, 120 test images)\n")
 
 
 def test_one_worker_alone_is_its_own_model_as_phase_3_leaves_it(averaged: tuple[Project, Any, str]) -> None:
@@ -83,8 +83,8 @@ def test_one_worker_alone_is_its_own_model_as_phase_3_leaves_it(averaged: tuple[
     (seed,) = alone["seeds"]
     project.set_params({"workers.seeds": [seed]})
     assert project.stage("phase3").returncode == 0
-    assert alone["test_loss"] == project.json("metrics/phase3.json")["test_loss"]
-    assert alone["test_loss"] == project.json(f"metrics/phase2/seed_{seed}.json")["test_loss"]
+    assert alone["loss"] == project.json("metrics/phase3.json")["test_loss"]
+    assert alone["loss"] == project.json(f"metrics/phase2/seed_{seed}.json")["test_loss"]
 
 
 def test_with_cycles_a_worker_takes_part_with_all_its_models(finished: Project) -> None:
@@ -98,4 +98,4 @@ def test_with_cycles_a_worker_takes_part_with_all_its_models(finished: Project) 
         assert done.returncode == 0, done.stderr
     phase3, last = finished.json("metrics/phase3.json"), finished.json("analysis/workers.json")["subsets"][-1]
     assert phase3["models"] == 6
-    assert (last["size"], last["test_loss"]) == (3, phase3["test_loss"])
+    assert (last["size"], last["loss"]) == (3, phase3["test_loss"])

@@ -19,13 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from swap_pipeline.analysis.planes import parameter_names, read_vector
 from swap_pipeline.analysis.sample import SamePass, has_room, open_sample
-from swap_pipeline.averaging.batchnorm import one_pass
 from swap_pipeline.config.common_params import Setting
 from swap_pipeline.config.instances import PHASE1, worker
 from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
 from swap_pipeline.config.params import Augment, EpochList, Phase3
 from swap_pipeline.data.images import Split
 from swap_pipeline.data.prepared import View, read_meta
+from swap_pipeline.engine.batchnorm import one_pass
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.engine.loss import summed_loss
 from swap_pipeline.engine.opening import PREPARED, view_of_checkpoint

@@ -18,11 +18,11 @@ from torch import nn
 from swap_pipeline.analysis.landscape import LB, SWAP, Errors, Point, as_json, charts_of, points_of, worker
 from swap_pipeline.analysis.planes import parameter_names, read_vector, set_parameters
 from swap_pipeline.analysis.sample import SamePass, has_room, open_sample
-from swap_pipeline.averaging.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.config.common_params import Setting
 from swap_pipeline.config.params import Phase3, Precision
 from swap_pipeline.data.images import Split
 from swap_pipeline.data.prepared import View, read_meta
+from swap_pipeline.engine.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.engine.loss import num_hits
 from swap_pipeline.engine.opening import PREPARED, view_of_checkpoint
@@ -32,7 +32,7 @@ from swap_pipeline.engine.results import read_point, write_point
 from swap_pipeline.models.networks import describe_network, new_network
 from swap_pipeline.runtime.environment import eval_batch_size
 from swap_pipeline.runtime.job_folder import JobFolder
-from swap_pipeline.runtime.progress import Reporter, roughly
+from swap_pipeline.runtime.progress import Reporter, time_left
 from swap_pipeline.storage.files import write_json
 from swap_pipeline.storage.weights import load_weights
 
@@ -56,7 +56,6 @@ class Prober:
         scratch: Path,
     ) -> None:
         self._network = network
-        self._variance = statistics.variance
         self._precision: Precision = setting.compute.precision
         self._alone = Group(rank=0, world_size=1, device=group.device)
         train, test = (
@@ -88,7 +87,7 @@ class Prober:
         began = time.perf_counter()
         set_parameters(self._network, weights)
         with autocast(self._precision, self._alone.device):
-            recompute_statistics(self._network, self._for_statistics, variance=self._variance, group=self._alone)
+            recompute_statistics(self._network, self._for_statistics, group=self._alone)
         train = self._error(self._train, self.num_train)
         test = self._error(self._test, self.num_test)
         return Errors(train=train, test=test, seconds=time.perf_counter() - began)
@@ -240,10 +239,11 @@ class _Clock:
             self._warm = done, now  # the first point takes longer: memory is asked for, code is chosen
             return
         points, began = self._warm
-        left = (self._total - count) * (now - began) / (done - points)
         first = self._last == self._began and done > 2 * points
         if count < self._total and (first or now - self._last >= max(10.0, (now - self._began) / 10)):
             self._last = now
-            self._reporter.done(count, f"{count}/{self._total} points, about {roughly(left)} left")
+            since = done - points
+            left = time_left(began, since, since + self._total - count)
+            self._reporter.done(count, f"{count}/{self._total} points{left}")
         else:
             self._reporter.step(count - 1, 0, 1)

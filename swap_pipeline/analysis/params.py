@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from swap_pipeline.config.params import EpochList
 from swap_pipeline.config.parsing import knob, parse_as, read_tree
 
 ANALYSIS_PARAMS = Path("analysis/params.yaml")
@@ -21,6 +22,8 @@ class Analysis:
     test_images: int | Literal["all"] = knob("for the test error at each point", minimum=1)
     gradient_images: int | Literal["all"] = knob("for the gradient whose direction is looked at", minimum=2)
     subsets: int = knob("at most this many choices of k workers are averaged and tested, for every k", minimum=1)
+    exits: EpochList = knob("epochs of phase 1, of those that were kept, to leave it after; a list, or all", minimum=1)
+    exit_workers: int = knob("workers that are trained from each of them, of workers.seeds the first", minimum=1)
 
 
 def read_analysis() -> Analysis:

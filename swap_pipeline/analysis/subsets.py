@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from swap_pipeline.analysis.planes import parameter_names
-from swap_pipeline.averaging.job import Averager, tested_averages
+from swap_pipeline.averaging.job import Averager, measured_averages
 from swap_pipeline.config.common_params import Setting
 from swap_pipeline.config.params import Phase3
 from swap_pipeline.config.seeds import derive_seed
@@ -95,15 +95,17 @@ def run_subsets_job(
         folder.check_inputs()
         reporter.done(
             0,
-            f"{len(subsets)} averages × 2 passes ({len(averager.train_images):,} images for statistics, "
-            f"{len(averager.test_images):,} for the test)",
+            f"{len(subsets)} averages × 2 passes ({len(averager.data.train):,} images for statistics, "
+            f"{len(averager.data.held_out):,} {averager.data.held_out_name} images)",
         )
         models = {label_of(subset): [path for seed in subset for path in workers[seed]] for subset in subsets}
-        points = tested_averages(models, averager, folder=folder, reporter=reporter)
+        points = measured_averages(models, averager, folder=folder, reporter=reporter)
         if group.is_main:
             between = geometry(start, [workers[seed][-1] for seed in seeds], parameter_names(averager.network))
             tested = [
                 {**point, "seeds": subset, "size": len(subset)} for subset, point in zip(subsets, points, strict=True)
             ]
             with folder.complete() as result:
-                write_json(result / "record.json", {"subsets": tested, "seeds": seeds, **between, **group.as_json()})
+                split = averager.data.held_out_name
+                record = {"subsets": tested, "split": split, "seeds": seeds, **between, **group.as_json()}
+                write_json(result / "record.json", record)

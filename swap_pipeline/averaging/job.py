@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from swap_pipeline.averaging.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.averaging.mean import average_files, check_origin
+from swap_pipeline.averaging.selection import select_greedily
 from swap_pipeline.config.common_params import Setting
 from swap_pipeline.config.params import Phase3
-from swap_pipeline.data.images import Split
-from swap_pipeline.data.prepared import Meta, View
+from swap_pipeline.data.prepared import View
+from swap_pipeline.engine.batchnorm import batches_of_rank, recompute_statistics
 from swap_pipeline.engine.distributed import Group
-from swap_pipeline.engine.evaluation import Score, evaluate
-from swap_pipeline.engine.opening import open_data, view_of_checkpoint
+from swap_pipeline.engine.evaluation import Score, evaluate, final_scores
+from swap_pipeline.engine.opening import PreparedData, open_data, view_of_checkpoint
 from swap_pipeline.engine.out_of_memory import must_fit
 from swap_pipeline.engine.placement import set_up
 from swap_pipeline.engine.precision import autocast
@@ -35,28 +35,25 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Averager:
-    """What it takes to average models and test the mean, again and again: data and a network, on this rank's device."""
+    """What it takes to average models and measure the mean, again and again: data, and a network on this device."""
 
     setting: Setting
     statistics: Phase3
     group: Group
-    meta: Meta
-    train_images: Split
-    test_images: Split
+    data: PreparedData
     description: Mapping[str, Any]
     network: nn.Module
 
     @classmethod
     def open(cls, setting: Setting, statistics: Phase3, group: Group) -> Averager:
-        meta, train_images, test_images = open_data(setting, group)
+        data = open_data(setting, group)
+        meta = data.meta
         description = describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes))
         return cls(
             setting=setting,
             statistics=statistics,
             group=group,
-            meta=meta,
-            train_images=train_images,
-            test_images=test_images,
+            data=data,
             description=description,
             network=new_network(description, seed=0),
         )
@@ -67,7 +64,7 @@ class Averager:
         A single model stays as it is, statistics too, unless it is a mean of weights itself (`ema_decay`).
         """
         for path in models:
-            check_origin(path, {"model": self.description, "classes": list(self.meta.classes)})
+            check_origin(path, {"model": self.description, "classes": list(self.data.meta.classes)})
         self.group.wait()
         began = time.perf_counter()
         if len(models) == 1 and "ema_decay" not in TensorFile(models[0]).info:
@@ -99,7 +96,7 @@ class Averager:
     def recompute_statistics(self, view: View | None) -> int:
         """Of the network as it is, over the training images; returns the number of batch-norm layers."""
         batches = batches_of_rank(
-            self.train_images,
+            self.data.train,
             batch_size=self.statistics.batch_size,
             seed=self.setting.seed_of_statistics,
             augment=self.setting.augment if self.statistics.augment else None,
@@ -108,15 +105,30 @@ class Averager:
         )
         too_much = must_fit(f"a batch of {self.statistics.batch_size} images", remedy="lower phase3.batch_size")
         with too_much, autocast(self.setting.compute.precision, self.group.device):
-            return recompute_statistics(self.network, batches, variance=self.statistics.variance, group=self.group)
+            return recompute_statistics(self.network, batches, group=self.group)
 
-    def test(self, view: View | None) -> Score:
+    def score(self, view: View | None) -> Score:
+        """On the validation images, or on the test images where there are none."""
         precision = self.setting.compute.precision
-        return evaluate(self.network, self.test_images, group=self.group, precision=precision, view=view)
+        return evaluate(self.network, self.data.held_out, group=self.group, precision=precision, view=view)
+
+    def final_scores(self, held_out: Score, view: View | None) -> dict[str, float]:
+        precision = self.setting.compute.precision
+        return final_scores(self.network, self.data, held_out, group=self.group, precision=precision, view=view)
+
+    def about(self, view: View | None) -> dict[str, Any]:
+        """The header of the average's file."""
+        return describe_model(
+            self.description,
+            self.data.meta,
+            image_shape=self.data.train.image_shape(view),
+            view=view,
+            test_crop=self.setting.augment.test_crop,
+        )
 
 
 def run_averaging_job(
-    course: Mapping[str, Sequence[Path]],
+    course: Mapping[str, Mapping[int, Sequence[Path]]],
     *,
     name: str,
     header: Mapping[str, Any],
@@ -125,50 +137,71 @@ def run_averaging_job(
     group: Group,
     folder: JobFolder,
 ) -> None:
-    """Be one rank of a job that averages several sets of models, by label: the last one's mean is the result.
+    """Be one rank of a job that averages sets of models, by label and worker: the last one's mean is the result.
 
-    The record has what each of them reaches, as `points`.
+    Workers are selected by their models in the last set. The record has what the mean of each set reaches, as `points`.
     """
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
             return
         started = time.time()
-        *before, (label, models) = course.items()
-        reporter = Reporter(name=name, total=len(before) + 3, folder=folder.path, is_main=group.is_main)
+        *_, (label, workers) = course.items()
+        select = statistics.select == "greedy" and len(workers) > 1
+        tries = 2 * len(workers) - 1 if select else 0
+        reporter = Reporter(name=name, total=tries + len(course) + 2, folder=folder.path, is_main=group.is_main)
         averager = Averager.open(setting, statistics, group)
         folder.check_inputs()
-        points = tested_averages(dict(before), averager, folder=folder, reporter=reporter)
-        seconds = averager.average(models, folder.path / "mean.safetensors", reporter, done=len(before))
+        done = 0
+
+        def measure(models: Mapping[str, Sequence[Path]]) -> list[dict[str, Any]]:
+            nonlocal done
+            points = measured_averages(models, averager, folder=folder, reporter=reporter, done=done)
+            done += len(models)
+            return points
+
+        taken, tried = select_greedily(workers, measure, group) if select else (list(workers), [])
+        seeds = sorted(taken)
+        sets = {key: [path for seed in seeds for path in of[seed]] for key, of in course.items()}
+        models = sets.pop(label)
+        points = measure(sets)
+        seconds = averager.average(models, folder.path / "mean.safetensors", reporter, done=done)
+        seconds += sum(point["seconds"] for point in tried)
         view = view_of_checkpoint(models[-1])
-        score = averager.test(view)
-        reporter.done(len(before) + 3, f"test {score.accuracy:.2f} %  loss {score.loss:.4f}  {seconds:.1f} s")
+        score = averager.score(view)
+        scores = averager.final_scores(score, view)
+        reporter.done(
+            done + 3, f"test {scores['test_accuracy']:.2f} %  loss {scores['test_loss']:.4f}  {seconds:.1f} s"
+        )
         if group.is_main:
-            about = describe_model(
-                averager.description,
-                averager.meta,
-                image_shape=averager.train_images.image_shape(view),
-                view=view,
-                test_crop=setting.augment.test_crop,
-            )
-            meta = averager.meta
             record = {
                 "models": len(models),
-                **score.as_json(),
+                **({"taken": taken, "tried": tried} if select else {}),
+                **scores,
+                "split": averager.data.held_out_name,
                 "points": [*points, {"label": label, "models": len(models), **score.as_json()}],
-                "data": {"classes": list(meta.classes), "shape": list(meta.shape or (meta.channels, None, None))},
+                "data": averager.data.as_json(),
                 "seconds": seconds,
                 **group.as_json(),
                 "ran": [started, time.time()],
             }
-            write_result(folder, averager.network, {**about, **header}, record)
+            write_result(folder, averager.network, {**averager.about(view), **header, "seeds": seeds}, record)
+            for number, point in enumerate(record["points"], start=1):
+                reporter.log(number, point)
 
 
-def tested_averages(
-    models: Mapping[str, Sequence[Path]], averager: Averager, *, folder: JobFolder, reporter: Reporter
+def measured_averages(
+    models: Mapping[str, Sequence[Path]],
+    averager: Averager,
+    *,
+    folder: JobFolder,
+    reporter: Reporter,
+    done: int = 0,
+    final: bool = False,
 ) -> list[dict[str, Any]]:
     """What the mean of each set of models reaches, under its label; complete on the main rank alone.
 
-    What is done is kept, so that a killed job goes on with the next set.
+    What is done is kept, so that a killed job resumes with the next set. `done` pieces of the job's work came before.
+    With `final` they are final models, and are measured on test images too.
     """
     group = averager.group
     points: list[dict[str, Any]] = []
@@ -177,17 +210,17 @@ def tested_averages(
         kept = folder.kept / f"{label}.json"
         point = read_point(kept) if group.is_main else None
         if not group.main_says(point is not None):
-            averager.average(files, folder.path / "mean.safetensors")
-            point = {
-                "label": label,
-                "models": len(files),
-                **averager.test(view_of_checkpoint(files[-1])).as_json(),
-            }
+            seconds, view = averager.average(files, folder.path / "mean.safetensors"), view_of_checkpoint(files[-1])
+            score = averager.score(view)
+            point = {"label": label, "models": len(files), **score.as_json(), "seconds": seconds}
+            if final:
+                point |= averager.final_scores(score, view)
             if group.is_main:
                 write_point(kept, point)
         if group.is_main and point is not None:
             points.append(point)
-            accuracy, loss = points[-1]["test_accuracy"], points[-1]["test_loss"]
+            split, accuracy, loss = averager.data.held_out_name, point["accuracy"], point["loss"]
             left = time_left(began, number, len(models))
-            reporter.done(number, f"{number}/{len(models)}  {label}  test {accuracy:.2f} %  loss {loss:.4f}{left}")
+            line = f"{number}/{len(models)}  {label}  {split} {accuracy:.2f} %  loss {loss:.4f}{left}"
+            reporter.done(done + number, line)
     return points

@@ -1,9 +1,8 @@
-"""`swap clean`: scratch that no run of the present params needs is found, told, and removed.
+"""`swap clean`: finds scratch that no run of the present params needs, lists it, and removes it.
 
-A run is listed if the present params have it: the phases with all workers, and the analysis. Its scratch is found
-by its fingerprint, for any number of processes and threads, since those come from the environment: for those that the
-jobs in scratch had, and for any that a machine may have. Running jobs hold a lock, or wait in Slurm's queue, and are
-never touched.
+A run is listed if the present params have it: the phases with all workers, and the analysis. A folder is of such a run
+if its name is still the fingerprint of what its job is made from. Running jobs hold a lock, or wait in Slurm's queue,
+and are never touched.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swap_pipeline.cli.amounts import in_bytes
 from swap_pipeline.config.instances import ANALYSES, PHASE1, Instance, worker
@@ -23,15 +21,11 @@ from swap_pipeline.config.reading import read_params
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.jobs import load
 from swap_pipeline.launch.slurm.queue import LOGS, is_in_queue
-from swap_pipeline.runtime.environment import num_cores
-from swap_pipeline.runtime.inputs import fingerprints
+from swap_pipeline.runtime.inputs import Inputs
 from swap_pipeline.runtime.job_folder import LAUNCHER_LOCK, RESULT, WRITER_LOCK, facts_of, scratch_root
 from swap_pipeline.runtime.locks import Lock
 
 _JOB = re.compile(r"[0-9a-f]{20}")
-# Of jobs that do not say what they had (`torchrun` by hand): they shared so many cores.
-_MAX_CORES = 64
-_MAX_GPUS = 1024
 # Not of one job: what torch.compile made, official files of data sets, and logs.
 _SHARED = {
     "compiled": "code that was compiled",
@@ -60,17 +54,14 @@ class Entry:
 def look(*, everything: bool = False) -> list[Entry]:
     """All of scratch, and what of it is needed: without `everything`, what the present params list."""
     root = scratch_root()
-    needed: set[str] = set()
-    unsure: dict[str, str] = {}
-    if not everything:
-        needed, unsure = _needed(read_params(), job_folders(root))
-    jobs = [_job_entry(path, needed, unsure) for path in job_folders(root)]
+    listed = None if everything else {instance: _inputs_of(instance) for instance in listed_instances(read_params())}
+    jobs = [_job_entry(path, listed) for path in job_folders(root)]
     shared = [root / name for name in _SHARED if (root / name).is_dir()]
     return [*jobs, *(_shared_entry(path, is_needed=not everything) for path in shared)]
 
 
 def remove(entries: Sequence[Entry]) -> list[Entry]:
-    """Remove what is neither needed nor at work; returns what was removed."""
+    """Remove what is neither needed nor running; returns what was removed."""
     return [entry for entry in entries if not entry.is_needed and not entry.is_running and _remove(entry.path)]
 
 
@@ -86,52 +77,34 @@ def listed_instances(params: Params) -> list[Instance]:
     return [PHASE1, *map(worker, params.workers.seeds), *(Instance(stage=stage) for stage in after)]
 
 
-def _needed(params: Params, folders: Sequence[Path]) -> tuple[set[str], dict[str, str]]:
-    """Fingerprints of all listed runs; and stages of which that of some run cannot be known, with the reason."""
-    most = max(_MAX_CORES, num_cores())
-    counts = range(1, most + 1)
-    on_gpus = range(1, _MAX_GPUS + 1)
-    facts = [facts_of(device_type="cuda", processes=processes, threads=1) for processes in on_gpus]
-    facts += [
-        facts_of(device_type="cpu", processes=processes, threads=threads)
-        for processes in counts
-        for threads in range(1, most // processes + 1)
-    ]
-    for path in folders:
-        if (found := _facts_in(path)) and found not in facts:
-            facts.append(found)
-    needed: set[str] = set()
-    unsure: dict[str, str] = {}
-    for instance in listed_instances(params):
-        try:
-            needed |= set(fingerprints(instance, facts))
-        except (SwapError, OSError, KeyError) as error:
-            unsure[instance.stage] = str(error).partition(":")[0]
-    return needed, unsure
-
-
-def _facts_in(folder: Path) -> dict[str, Any] | None:
-    """What the job of this folder had, as its launcher left it there."""
+def _inputs_of(instance: Instance) -> Inputs | str:
+    """What a run is made from now, or why that cannot be known."""
     try:
-        job, _ = load(folder)
-    except (SwapError, AttributeError, KeyError, TypeError):  # not there, or damaged
-        return None
-    return facts_of(device_type=job.device_type, processes=job.processes, threads=job.threads)
+        return Inputs.now(instance)
+    except (SwapError, OSError, KeyError) as error:
+        return str(error).partition(":")[0]
 
 
-def _job_entry(path: Path, needed: set[str], unsure: dict[str, str]) -> Entry:
-    stage, is_running = path.parent.name, _is_running(path)
-    is_needed = path.name in needed or stage in unsure
-    state = "finished" if (path / RESULT).is_dir() else "unfinished"
-    if is_running:
-        why = "at work"
-    elif path.name in needed:
-        why = f"{state}, of the present params"
-    elif stage in unsure:
-        why = f"{state}, perhaps needed ({unsure[stage]})"
-    else:
-        why = f"{state}, of no listed run"
+def _job_entry(path: Path, listed: Mapping[Instance, Inputs | str] | None) -> Entry:
+    is_running, (is_needed, whose) = _is_running(path), (False, "") if listed is None else _whose(path, listed)
+    state = "finished" if any(RESULT in done.name and not done.suffix for done in path.iterdir()) else "unfinished"
+    why = "running" if is_running else ", ".join(filter(None, (state, whose)))
     return Entry(path=path, num_bytes=freed_bytes(path), is_needed=is_needed, is_running=is_running, why=why)
+
+
+def _whose(path: Path, listed: Mapping[Instance, Inputs | str]) -> tuple[bool, str]:
+    """Whether the job in a folder may be needed, and why. Its launcher left there what it is and what it ran on."""
+    try:
+        job, _ = load(path)
+    except (SwapError, AttributeError, KeyError, TypeError):  # started by hand with torchrun, or damaged
+        return True, "perhaps needed (it does not say which run it is of)"
+    inputs = listed.get(job.instance)
+    if isinstance(inputs, str):
+        return True, f"perhaps needed ({inputs})"
+    facts = facts_of(device_type=job.device_type, processes=job.processes, threads=job.threads)
+    if inputs is not None and inputs.fingerprint(facts) == path.name:
+        return True, "of the present params"
+    return False, "of no listed run"
 
 
 def _shared_entry(path: Path, *, is_needed: bool) -> Entry:
@@ -146,10 +119,8 @@ def _is_written_to(shared: Path) -> bool:
 
 
 def _locks(folder: Path) -> list[Lock]:
-    """Of a job's launcher and of its writing rank, also where a job has another within."""
-    names = (LAUNCHER_LOCK, WRITER_LOCK)
-    places = (path for name in names for path in (folder / name, *sorted(folder.glob(f"*/{name}"))))
-    return [Lock(path) for path in places if os.path.lexists(path)]
+    """Of a job's launcher and of its writing rank."""
+    return [Lock(folder / name) for name in (LAUNCHER_LOCK, WRITER_LOCK) if os.path.lexists(folder / name)]
 
 
 def _is_running(folder: Path) -> bool:
@@ -195,5 +166,5 @@ def _files(folder: Path) -> Iterator[os.stat_result]:
         for name in names:
             try:
                 yield (Path(parent) / name).lstat()
-            except FileNotFoundError:  # a job at work comes and goes
+            except FileNotFoundError:  # files of a running job come and go
                 continue

@@ -28,12 +28,13 @@ from swap_pipeline.launch.devices import (
     Share,
     launcher_kind,
     local_machine,
+    mps_runs,
     share_of_phase1,
     share_of_worker,
     this_machine,
 )
-from swap_pipeline.report.git import changed_files, git
-from swap_pipeline.runtime import environment
+from swap_pipeline.report.git import changed_files, git, refusal
+from swap_pipeline.runtime import environment, gpus
 from swap_pipeline.runtime.environment import find_root
 from swap_pipeline.runtime.job_folder import scratch_root
 
@@ -68,6 +69,7 @@ def examine(file: Path = Path("params.yaml")) -> list[Finding]:
         ("params", lambda: _params(file)),
         ("analysis", _analysis),
         ("devices", _devices),
+        ("sharing", _sharing),
         ("threads", lambda: _threads(params)),
         ("precision", lambda: _precision(params)),
         ("data", lambda: _data(params)),
@@ -76,7 +78,8 @@ def examine(file: Path = Path("params.yaml")) -> list[Finding]:
         ("DVC", _dvc),
         ("git", _git_state),
     ]
-    return [finding for topic, check in checks for finding in _safely(topic, check)]
+    found = [finding for topic, check in checks for finding in safely(topic, check)]
+    return list({finding.text: finding for finding in reversed(found)}.values())[::-1]  # several checks ask for devices
 
 
 def text_of(findings: Sequence[Finding]) -> str:
@@ -96,7 +99,7 @@ def json_of(findings: Sequence[Finding]) -> str:
     return json.dumps({"problems": problems, "findings": [dataclasses.asdict(each) for each in findings]}, indent=2)
 
 
-def _safely(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def safely(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
     except SwapError as error:
@@ -163,7 +166,6 @@ def _analysis() -> Iterator[Finding]:
 
 
 def _devices() -> Iterator[Finding]:
-    import torch
     from torch import distributed
 
     machine, kind = this_machine(), launcher_kind()
@@ -176,21 +178,42 @@ def _devices() -> Iterator[Finding]:
         for name, there in (("nccl", distributed.is_nccl_available()), ("gloo", distributed.is_gloo_available()))
         if there
     ]
+    seen, built = gpus.look(), gpus.built_for()
     if machine.device_type == "cuda":
-        if not torch.cuda.is_available():
-            yield _problem("devices", "the driver has GPUs, but this torch cannot use them: install torch for CUDA")
-            return
-        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        yield _ok("devices", f"{len(machine.devices)} GPUs: {names}")
+        assert seen.cuda is not None
+        yield _ok("devices", f"{len(seen.found)} GPUs: {', '.join(gpu.model for gpu in seen.found)}")
+        yield _ok("devices", f"the driver is for CUDA {'.'.join(map(str, seen.cuda))}, torch for CUDA {built.cuda}")
+        kinds = dict.fromkeys((gpu.model, gpu.capability) for gpu in seen.found)
+        for why in (gpus.unfit(model, capability, _kernels()) for model, capability in kinds):
+            if why:
+                yield _problem("devices", why)
+        if any(gpu.is_mig for gpu in seen.found):
+            yield _note("devices", "this is a MIG instance, of which CUDA lets a process use one")
     else:
-        unused = (
-            f", not its {torch.cuda.device_count()} GPUs (SWAP_DEVICE)" if torch.cuda.is_available() else ", no GPU"
-        )
+        unused = f", not its {len(seen.found)} GPUs (SWAP_DEVICE)" if seen.found else ", no GPU"
         yield _ok("devices", f"the CPU is used{unused}")
     wanted = "nccl" if machine.device_type == "cuda" else "gloo"
     yield _ok("backends", f"{wanted} is used, there are {', '.join(backends) or 'none'}")
     if wanted not in backends:
         yield _problem("backends", f"this torch has no {wanted}, through which ranks talk: set SWAP_NPROC=1")
+
+
+def _kernels() -> list[str]:
+    """What the installed torch has machine code for; some releases say so only where there is a GPU."""
+    import torch
+
+    return torch.cuda.get_arch_list() or (torch._C._cuda_getArchFlags() or "").split()
+
+
+def _sharing() -> Iterator[Finding]:
+    if (workers := environment.workers_per_gpu()) == 1 or local_machine().device_type == "cpu":
+        return
+    shared = f"{workers} workers of phase 2 share a GPU (SWAP_WORKERS_PER_GPU)"
+    if mps_runs():
+        yield _ok("sharing", f"{shared}, and MPS runs")
+    else:
+        start = "nvidia-cuda-mps-control -d"
+        yield _note("sharing", f"{shared}, but MPS does not run, so that they compute in turns: start it (`{start}`)")
 
 
 def _threads(params: Params | None) -> Iterator[Finding]:
@@ -211,7 +234,7 @@ def _threads(params: Params | None) -> Iterator[Finding]:
         at_once = min(slots, machine.num_devices // worker.num_devices, seeds)
         yield _ok("threads", f"phase 2: {at_once} of {seeds} workers at once, {text_of(worker)}")
     environment.fan_out(), environment.eval_batch_size(), environment.timeout_minutes()  # say what they were set to
-    environment.num_loaders(1)
+    environment.num_loaders(1), environment.snapshot_seconds()
 
 
 def _precision(params: Params | None) -> Iterator[Finding]:
@@ -285,7 +308,7 @@ def bytes_to_write(plan: Plan) -> int:
     facts = plan.data
     # Of images that stay in their files, a path, a label and a digest are written.
     image_bytes = 200 if facts.size is None else facts.channels * facts.size[0] * facts.size[1] + 8
-    return int(checkpoints + snapshots + _COPIES_OF_IMAGES * (facts.num_train + facts.num_test) * image_bytes)
+    return int(checkpoints + snapshots + _COPIES_OF_IMAGES * sum(facts.counts.values()) * image_bytes)
 
 
 def _scratch(params: Params | None) -> Iterator[Finding]:
@@ -340,6 +363,9 @@ def _dvc() -> Iterator[Finding]:
 
 
 def _git_state() -> Iterator[Finding]:
+    if why := refusal():
+        yield _note("git", why)  # DVC runs the pipeline even so, but no experiments
+        return
     if git("rev-parse", "--show-toplevel") is None:
         yield _problem("git", "this is no git repository, which DVC needs: `git init`, or clone the project")
         return

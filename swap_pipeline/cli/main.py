@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from swap_pipeline import __version__
 from swap_pipeline.errors import NEW_LINES, SwapError, printable, shown
 from swap_pipeline.runtime.last_resort import HANDLED, open_closed_streams, report
 
@@ -53,7 +54,7 @@ params_option = click.option(
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="swap-pipeline")
+@click.version_option(__version__, prog_name="swap")
 def main() -> None:
     """SWAP: train with large batches, refine in parallel with small ones, average.
 
@@ -111,32 +112,24 @@ def list_params(file: Path, as_json: bool) -> None:
     type=click.FloatRange(min=0, min_open=True, max=1e12),
     help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
 )
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the schedules into this .svg or .png file.")
 @click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON.")
 def plan(
     file: Path,
     gpus: int | None,
     images_per_second: float | None,
-    plot: Path | None,
     as_json: bool,
 ) -> None:
     """Show what a params file will do: steps, samples, schedules, FLOPs, bytes and expected times.
 
     Nothing is trained, and neither the data nor the GPUs have to be there. What cannot work is refused.
     """
-    from swap_pipeline.cli.plan.plot import check_format, draw
     from swap_pipeline.config.reading import read_params
 
-    if plot is not None:
-        check_format(plot)
     params = read_params(file)
     from swap_pipeline.cli.plan.forecast import make_forecast
     from swap_pipeline.cli.plan.text import json_of, text_of
 
     forecast = make_forecast(params, file=file, num_gpus=gpus, images_per_second=images_per_second)
-    if plot is not None:
-        draw(params, plot, title=forecast.title)
-        _say(f"drawn: {plot}", err=True)
     _say(json_of(forecast) if as_json else text_of(forecast))
 
 
@@ -246,14 +239,21 @@ def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) ->
 @main.command()
 @params_option
 @click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
-def doctor(file: Path, as_json: bool) -> None:
+@click.option("--gpu", is_flag=True, help="Try the GPUs too, for about a minute: values, precisions, speed.")
+@click.option("--trial-on-cpu", is_flag=True, hidden=True)
+def doctor(file: Path, as_json: bool, gpu: bool, trial_on_cpu: bool) -> None:
     """Look at what a person would check first; exit code 1 if `dvc repro` would not get through.
 
-    Versions, devices, processes and threads, precision, data, disk, scratch, DVC and git. Nothing is changed.
+    Versions, devices, processes and threads, precision, data, disk, scratch, DVC and git. Nothing is changed. What
+    --gpu measures, `swap plan` uses.
     """
     from swap_pipeline.cli.doctor import examine, json_of, text_of
 
     findings = examine(file)
+    if gpu or trial_on_cpu:
+        from swap_pipeline.cli.doctor_gpu import examine_gpus
+
+        findings += examine_gpus(file, on_cpu=trial_on_cpu)
     _say(json_of(findings) if as_json else text_of(findings))
     if any(finding.status == "problem" for finding in findings):
         sys.exit(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from swap_pipeline.config.kept_models import LAST_MODEL
 
 PHASES = ("phase1", "phase2", "phase3")
-ANALYSES = ("landscape", "cosine", "workers")
+ANALYSES = ("landscape", "cosine", "workers", "exits")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,12 @@ class Data:
     train_images: int | Literal["all"] = knob(
         "use only this many training images, the same number of each class", default="all", minimum=1
     )
+    validation_images: int = knob(
+        "training images held back, the same number of each class, for curves and choices; test images are then left "
+        "to final models",
+        default=0,
+        minimum=0,
+    )
     max_gb_in_memory: float = knob(
         "images that take more are read from their files, batch by batch", default=2.0, minimum=0
     )
@@ -86,7 +92,11 @@ class Compute:
         default="auto",
     )
     channels_last: bool = knob("memory layout of images and weights; usually the faster one", default=True)
-    compile: bool = knob("compile the network with torch.compile before training", default=False)
+    compile: bool | Literal["reduce-overhead"] = knob(
+        "compile the network with torch.compile before training; reduce-overhead: on a GPU also as CUDA graphs, which "
+        "take memory and help where batches are small",
+        default=False,
+    )
     deterministic: bool = knob(
         "only algorithms that give the same bytes each time, also on GPUs, where it costs speed", default=True
     )
@@ -125,16 +135,58 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase1(Schedule):
-    """Large batches, all devices, one model."""
+class Leaving:
+    """When phase 1 ends. Nothing here changes its course: one course serves every value of these."""
 
-    max_epochs: int = knob("the learning rate falls to 0 at the end of this many epochs", minimum=1)
+    stop: Literal["accuracy", "plateau", "qsr", "fork"] = knob(
+        "what ends the phase before max_epochs: the training accuracy passes τ; the validation loss has stopped "
+        "falling; the learning rate is low enough for phase 2's steps without an exchange; or short trials of phase 2 "
+        "have stopped getting better (docs/choosing-tau.md)",
+        default="accuracy",
+    )
     stop_accuracy: float = knob(
-        "training accuracy in percent that ends the phase once passed (τ); 100 for never",
+        "stop: accuracy. Training accuracy in percent that ends the phase once passed (τ); 100 for never",
         default=100.0,
         minimum=0,
         maximum=100,
     )
+    patience: int = knob(
+        "stop: plateau. So many epochs in a row without a lower validation loss end the phase", default=5, minimum=1
+    )
+    qsr_alpha: float | None = knob(
+        "stop: qsr. The α of H = (α/η)²: at a learning rate of η, workers may train H steps alone",
+        default=None,
+        above=0,
+    )
+    qsr_steps: int | None = knob(
+        "stop: qsr. Phase 2's number of steps: the phase ends once H reaches it", default=None, minimum=1
+    )
+
+    fork_every: int = knob(
+        "stop: fork. So many epochs apart, after the warm-up, phase 2 is tried out", default=3, minimum=1
+    )
+    forks: int = knob("stop: fork. Workers of a trial", default=4, minimum=2, maximum=1 << 16)
+    fork_steps: int = knob("stop: fork. Steps of a trial", default=20, minimum=1)
+    fork_batch_size: int | None = knob("stop: fork. Phase 2's batch size", default=None, minimum=1)
+    fork_lr: float | None = knob(
+        "stop: fork. Phase 2's highest learning rate; a trial goes from it to 0", default=None, above=0
+    )
+
+    @property
+    def may_end_early(self) -> bool:
+        return self.stop != "accuracy" or self.stop_accuracy < 100
+
+    @property
+    def images_per_test(self) -> int:
+        """What a fork test trains on; 0 where there is none."""
+        return self.forks * self.fork_steps * (self.fork_batch_size or 0) if self.stop == "fork" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase1(Leaving, Schedule):
+    """Large batches, all devices, one model."""
+
+    max_epochs: int = knob("the learning rate falls to 0 at the end of this many epochs", minimum=1)
     keep_epochs: EpochList = knob(
         "epochs whose models are kept beside the last, for the analysis; a list, or all", default=(), minimum=1
     )
@@ -167,14 +219,16 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase3:
-    """The average's batch-norm statistics."""
+    """Which workers are averaged, and the average's batch-norm statistics."""
 
     batch_size: int = knob(
         "images in one batch of the statistics pass; a batch is never split over devices", default=500, minimum=2
     )
     augment: bool = knob("pass augmented images, as seen in training, instead of plain ones", default=False)
-    variance: Literal["pooled", "batch_mean"] = knob(
-        "variance over all samples, or mean of the batches' variances", default="pooled"
+    select: Literal["all", "greedy"] = knob(
+        "average all workers; or the best on the validation images, and each further one that does not make the "
+        "average worse there",
+        default="all",
     )
 
 

@@ -36,8 +36,14 @@ def _check_together(params: Params) -> None:
     if 0 < params.phase1.stop_accuracy <= 1:
         meant = 100 * params.phase1.stop_accuracy
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but in percent: write {meant:g}")
+    _check_exit(params)
     if params.optimizer.nesterov and params.optimizer.momentum == 0:
         raise SwapError("optimizer.nesterov is true but optimizer.momentum is 0: set a momentum or nesterov: false")
+    if params.phase3.select == "greedy" and not params.data.validation_images:
+        raise SwapError(
+            "phase3.select is greedy, which chooses by validation images, but data.validation_images is 0: raise that, "
+            "or write all"
+        )
     if not params.workers.seeds:
         raise SwapError("workers.seeds is empty: list at least one seed, for example [0, 1, 2, 3]")
     twice = sorted({seed for seed in params.workers.seeds if params.workers.seeds.count(seed) > 1})
@@ -46,6 +52,26 @@ def _check_together(params: Params) -> None:
             f"workers.seeds lists {', '.join(map(str, twice))} more than once: "
             f"equal seeds give equal models, so list each one once"
         )
+
+
+def _check_exit(params: Params) -> None:
+    phase1, phase2 = params.phase1, params.phase2
+    if phase1.stop in ("plateau", "fork") and params.data.validation_images == 0:
+        raise SwapError(f"phase1.stop is {phase1.stop}, which needs a validation set: set data.validation_images")
+    if phase1.stop == "qsr":
+        if phase1.qsr_alpha is None:
+            raise SwapError("phase1.stop is qsr, but phase1.qsr_alpha is missing: add it (docs/choosing-tau.md)")
+        if phase1.qsr_steps is None:
+            raise SwapError(
+                "phase1.stop is qsr, but phase1.qsr_steps is missing: add phase 2's number of steps, "
+                f"{phase2.epochs} × the batches of an epoch"
+            )
+    if phase1.stop == "fork":
+        of_phase2 = {"fork_batch_size": phase2.batch_size, "fork_lr": phase2.peak_lr}
+        for key, value in of_phase2.items():
+            if getattr(phase1, key) is None:
+                example = f", {value}" if isinstance(value, int | float) else ""
+                raise SwapError(f"phase1.stop is fork, but phase1.{key} is missing: set it to phase 2's{example}")
 
 
 _BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")

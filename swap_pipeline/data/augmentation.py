@@ -44,7 +44,7 @@ class Changes:
     cut_top: torch.Tensor | None = None
     cut_left: torch.Tensor | None = None
 
-    def of_batch(self, positions: slice) -> Changes:
+    def at(self, positions: slice | torch.Tensor) -> Changes:
         drawn = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         own: dict[str, Any] = {name: values[positions] for name, values in drawn.items()}
         return replace(self, **own)

@@ -6,7 +6,9 @@ depends on how often the process was started or on how many ranks share the work
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -35,6 +37,14 @@ class EpochChoices:
     changes: Changes
     seed: int
     """for what is drawn image by image: the crops of images that are read from their files"""
+
+    def at(self, parts: Sequence[slice]) -> EpochChoices:
+        """Those of the images at these positions, one part after the other."""
+        if all(part.stop == after.start for part, after in pairwise(parts)):
+            positions: slice | torch.Tensor = slice(parts[0].start, parts[-1].stop) if parts else slice(0)
+        else:
+            positions = torch.cat([torch.arange(part.start, part.stop) for part in parts]).to(self.order.device)
+        return replace(self, order=self.order[positions], changes=self.changes.at(positions))
 
 
 def draw_epoch(

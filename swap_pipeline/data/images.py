@@ -14,14 +14,23 @@ from swap_pipeline.data.epochs import EpochChoices
 from swap_pipeline.data.prepared import View, open_split, pixel_scale, read_labels, read_meta
 from swap_pipeline.errors import SwapError
 
+# On a CPU, what is made has to be in its cache when it is used.
+_VALUES_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 25}
+_MOST_AT_A_TIME = 16
+_ALIGNMENT = 64  # bytes, that of torch's own allocations on a CPU
+
 
 class Split(Protocol):
-    """The training or the test images, in memory or in files."""
+    """The training, validation or test images, in memory or in files."""
 
     def __len__(self) -> int: ...
 
     def start(self) -> None:
         """Get ready: what takes time only once is done here, before any clock runs."""
+
+    @property
+    def has_many_test_shapes(self) -> bool:
+        """Whether test batches differ in height or width."""
 
     def image_shape(self, view: View | None) -> tuple[int, int, int]:
         """Channels, height and width of what the network is trained on."""
@@ -68,6 +77,10 @@ class Images:
     def start(self) -> None:
         """Images in memory are there."""
 
+    @property
+    def has_many_test_shapes(self) -> bool:
+        return False
+
     def image_shape(self, view: View | None) -> tuple[int, int, int]:
         _, channels, height, width = self.pixels.shape
         return channels, height, width
@@ -80,8 +93,25 @@ class Images:
         view: View | None,
         channels_last: bool,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for part in parts:
-            yield make_batch(self, choices, part, channels_last=channels_last)
+        own, first = choices.at(parts), 0
+        sizes = [part.stop - part.start for part in parts]
+        at_a_time = self._batches_at_a_time(max(sizes, default=0))
+        for number in range(0, len(sizes), at_a_time):
+            some = sizes[number : number + at_a_time]
+            last = first + sum(some)
+            seen, labels = make_batch(self, own, slice(first, last), channels_last=channels_last)
+            yield from zip(seen.split(some), labels.split(some), strict=True)
+            first = last
+
+    def _batches_at_a_time(self, size: int) -> int:
+        """Many small ones, since each operation costs a call, and on a GPU a launch, however few its images are.
+
+        Each has to begin in memory where one that was made alone could: libraries may compute otherwise elsewhere.
+        """
+        values = size * self.pixels[0].numel()
+        if values == 0 or values * 4 % _ALIGNMENT:
+            return 1
+        return max(1, min(_MOST_AT_A_TIME, _VALUES_AT_A_TIME[self.pixels.device.type] // values))
 
     def test_batches(
         self, *, batch_size: int, rank: int, world_size: int, view: View | None
@@ -112,6 +142,6 @@ def make_batch(
     images: Images, choices: EpochChoices, positions: slice, *, channels_last: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The normalised, augmented images at `positions` of the epoch, and their labels."""
-    chosen, changes = choices.order[positions], choices.changes.of_batch(positions)
+    chosen, changes = choices.order[positions], choices.changes.at(positions)
     pixels = images.pixels.index_select(0, chosen)
     return images.augment(pixels, changes, channels_last=channels_last), images.labels[chosen]

@@ -206,6 +206,10 @@ class FileImages:
         for _ in self._read([[Cut(0, (8, 8))]] * self._loader.num_workers):
             pass
 
+    @property
+    def has_many_test_shapes(self) -> bool:
+        return self._test_crop == "rectangle"
+
     def image_shape(self, view: View | None) -> tuple[int, int, int]:
         assert view is not None
         return self._channels, view.size, view.size
@@ -228,7 +232,7 @@ class FileImages:
 
         plan = ([cut(position) for position in range(part.start, part.stop)] for part in parts)
         for part, images in zip(parts, self._read(plan), strict=True):
-            changes = choices.changes.of_batch(part)
+            changes = choices.changes.at(part)
             yield images.augment(images.pixels, changes, channels_last=channels_last), images.labels
 
     def test_batches(

@@ -28,6 +28,8 @@ class Meta:
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    num_validation: int = 0
+    """images that were held back from training; 0: there is no such split"""
     digest: str = ""
     """of all that the file says; the images of this data set carry it too"""
 
@@ -48,14 +50,17 @@ def read_meta(folder: Path) -> Meta:
         channels=channels,
         mean=tuple(tree["mean"]),
         std=tuple(tree["std"]),
+        num_validation=tree.get("validation", 0),
         digest=digest_of(tree),
     )
 
 
 def _why_no_meta(tree: Any) -> str:
     """What keeps a tree from being that of a `meta.json`; empty if nothing does."""
-    if not isinstance(tree, dict) or tree.keys() != {"kind", "classes", "shape", "mean", "std"}:
+    if not isinstance(tree, dict) or tree.keys() - {"validation"} != {"kind", "classes", "shape", "mean", "std"}:
         return "it has other entries"
+    if type(tree.get("validation", 1)) is not int or tree.get("validation", 1) < 1:
+        return "validation is not a number of images"
     if tree["kind"] not in ("memory", "files"):
         return f"kind is {str(tree['kind'])[:40]!r}"
     shape = tree["shape"]
@@ -93,7 +98,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def open_split(folder: Path, split: str, meta: Meta, dtypes: Mapping[str, torch.dtype]) -> TensorFile:
-    """The file of the training or test images, which must be of the data set that `meta` is of, with these tensors."""
+    """The file of a split, which must be of the data set that `meta` is of, with these tensors."""
     path = folder / f"{split}.safetensors"
     file = TensorFile(path)
     for key, dtype in dtypes.items():

@@ -120,14 +120,18 @@ FROM_ARRAYS: dict[str, Callable[[str], Source]] = {
 }
 
 
+# For `swap doctor`; of a data set that downloads nothing there is no entry.
+OFFICIAL_FILES = {
+    "cifar10": [CIFAR10_URL],
+    "cifar100": [CIFAR100_URL],
+    "fashion-mnist": [f"{FASHION_MNIST_URL}/{name}" for name in FASHION_MNIST_MD5],
+}
+
+
 def missing_files(data: Data) -> list[str] | None:
-    """Official files of a data set that are not here and will be downloaded; None if it has none."""
-    urls = {
-        "cifar10": [CIFAR10_URL],
-        "cifar100": [CIFAR100_URL],
-        "fashion-mnist": [f"{FASHION_MNIST_URL}/{name}" for name in FASHION_MNIST_MD5],
-    }
-    if data.name not in urls:
+    """Official files of a data set that are not here and will be downloaded; None if it is not known."""
+    if data.name not in FROM_ARRAYS:
         return None
+    urls = OFFICIAL_FILES.get(data.name, [])
     also_in = FASHION_MNIST_DEBIAN if data.name == "fashion-mnist" else None
-    return [url.rpartition("/")[2] for url in urls[data.name] if find(url, data.root, also_in=also_in) is None]
+    return [url.rpartition("/")[2] for url in urls if find(url, data.root, also_in=also_in) is None]

@@ -1,7 +1,8 @@
 """What DVC is about to make of `params.yaml`: `swap check`, and the pipeline's first stage.
 
 DVC puts values of `params.yaml` into paths before any code of this project runs: it deletes what `workers.seeds` names
-as an output, and reads all of `data.root`. So both are checked here first, without torch and in well under a second.
+as an output, and reads all of `data.root` and of earlier outputs. So all of this is checked here first, without torch
+and in well under a second.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def check(file: Path = Path("params.yaml")) -> Params:
         _check_root(params.data.root)
     except SwapError as error:
         raise SwapError(f"{file}: {error}") from None
+    for special in filter(None, map(_special_file, map(Path, OUTS))):
+        raise SwapError(f"{special}, which DVC cannot read: remove it")
     return params
 
 

@@ -6,15 +6,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from swap_pipeline.config.params import Data
 from swap_pipeline.datasets.arrays import FROM_ARRAYS
 from swap_pipeline.datasets.image_folders import FolderSplit, Looks, joined, look_at, processes_for, scan
+from swap_pipeline.datasets.parts import Positions, parts_of
 from swap_pipeline.errors import SwapError, did_you_mean
 from swap_pipeline.runtime.environment import find_root
 from swap_pipeline.storage.files import write_json
@@ -24,6 +24,7 @@ from swap_pipeline.storage.tensor_files import digest_of, write_tensors
 # What ImageNet is normalised by everywhere, so that published weights fit.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+_CALLED = {"train": "training", "validation": "validation", "test": "test"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,8 @@ FACTS = {
 class _Prepared:
     """All that is written."""
 
-    train: Mapping[str, torch.Tensor]
-    test: Mapping[str, torch.Tensor]
+    splits: Mapping[str, Mapping[str, torch.Tensor]]
+    """train, test and, if images are held back for it, validation"""
     kind: Literal["memory", "files"]
     classes: tuple[str, ...]
     shape: tuple[int, int | None, int | None]
@@ -70,9 +71,15 @@ def prepare(data: Data, folder: Path) -> str:
     else:
         raise unknown(data.name)
     _write(folder, made)
-    num_train, num_test = len(made.train["labels"]), len(made.test["labels"])
-    line = f"{data.name}: {num_train:,} training and {num_test:,} test images, {made.about}"
+    counts = {split: len(tensors["labels"]) for split, tensors in made.splits.items()}
+    line = f"{data.name}: {in_words(counts)} images, {made.about}"
     return "\n".join([line, *made.notes])
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """`9,000 training, 1,000 validation and 10,000 test`, of the images in each split."""
+    *others, last = (f"{counts[split]:,} {name}" for split, name in _CALLED.items() if counts.get(split))
+    return f"{', '.join(others)} and {last}"
 
 
 def unknown(name: str) -> SwapError:
@@ -82,17 +89,25 @@ def unknown(name: str) -> SwapError:
 
 def _write(folder: Path, made: _Prepared) -> None:
     """What is known of the data is written last and removed first: without it, nothing here looks whole."""
-    splits = {"train": made.train, "test": made.test}
     mean, std = made.normalisation
-    meta = {"kind": made.kind, "classes": list(made.classes), "shape": list(made.shape), "mean": mean, "std": std}
-    (folder / "meta.json").unlink(missing_ok=True)
+    meta: dict[str, Any] = {
+        "kind": made.kind,
+        "classes": list(made.classes),
+        "shape": list(made.shape),
+        "mean": mean,
+        "std": std,
+    }
+    if "validation" in made.splits:
+        meta["validation"] = len(made.splits["validation"]["labels"])
+    for stale in ("meta.json", "validation.safetensors"):
+        (folder / stale).unlink(missing_ok=True)
     try:
-        for split, tensors in splits.items():
+        for split, tensors in made.splits.items():
             info = {"split": split, "meta": digest_of(meta)}
             info |= {"list": _list_hash(tensors)} if made.kind == "files" else {}
             write_tensors(folder / f"{split}.safetensors", tensors, info)
     except BaseException:
-        for split in splits:
+        for split in made.splits:
             (folder / f"{split}.safetensors").unlink(missing_ok=True)
         raise
     write_json(folder / "meta.json", meta)
@@ -108,20 +123,25 @@ def _list_hash(tensors: Mapping[str, torch.Tensor]) -> str:
 
 def _from_arrays(data: Data) -> _Prepared:
     source = FROM_ARRAYS[data.name](data.root)
-    chosen, notes = _chosen(source.train_labels.numpy(), source.classes, data)
-    train_images, train_labels = source.train_images, source.train_labels
-    if chosen is not None:
-        train_images, train_labels = train_images[chosen], train_labels[chosen]
-    channels, height, width = train_images.shape[1:]
+    parts = parts_of(source.train_labels.numpy(), source.classes, data)
+
+    def taken(positions: Positions) -> dict[str, torch.Tensor]:
+        return {"images": source.train_images[positions], "labels": source.train_labels[positions]}
+
+    train = taken(parts.train)
+    channels, height, width = train["images"].shape[1:]
     return _Prepared(
-        train={"images": train_images, "labels": train_labels},
-        test={"images": source.test_images, "labels": source.test_labels},
+        splits={
+            "train": train,
+            "test": {"images": source.test_images, "labels": source.test_labels},
+            **({"validation": taken(parts.validation)} if len(parts.validation) else {}),
+        },
         kind="memory",
         classes=source.classes,
         shape=(channels, height, width),
-        normalisation=_moments(_counts(train_images)),
+        normalisation=_moments(_counts(train["images"])),
         about=f"{channels}×{height}×{width}, {len(source.classes)} classes, in memory",
-        notes=notes,
+        notes=parts.notes,
     )
 
 
@@ -145,47 +165,6 @@ def _moments(counts: torch.Tensor) -> tuple[list[float], list[float]]:
     return mean, std
 
 
-# --- a part of the training images
-
-
-def _chosen(
-    labels: NDArray[np.int64], classes: Sequence[str], data: Data
-) -> tuple[NDArray[np.int64] | None, list[str]]:
-    """Which training images are used, None for all of them; and what there is to say about that."""
-    if data.train_images == "all" or data.train_images == len(labels):
-        return None, []
-    if data.train_images > len(labels):
-        raise SwapError(
-            f"params.yaml: data.train_images is {data.train_images}, but {data.name} has {len(labels)}: "
-            f"lower it, or write all"
-        )
-    chosen = choose_balanced(labels, len(classes), data.train_images)
-    notes = [f"note: {data.train_images:,} of {len(labels):,} training images are used (data.train_images)"]
-    num_unseen = len(classes) - len(np.unique(labels[chosen]))
-    if num_unseen:
-        notes.append(f"warning: {num_unseen:,} of {len(classes):,} classes have no training image: raise it to see all")
-    return chosen, notes
-
-
-def choose_balanced(labels: NDArray[np.int64], num_classes: int, number: int) -> NDArray[np.int64]:
-    """Positions of `number` images, as evenly from all classes as these allow; always the same ones, in their order.
-
-    Which ones is decided by a hash and not by a generator, whose numbers may differ from version to version.
-    """
-    of_class = [np.flatnonzero(labels == label) for label in range(num_classes)]
-    chosen: list[int] = []
-    # From the smallest class up: what one lacks, those after it share.
-    for rank, label in enumerate(sorted(range(num_classes), key=lambda label: (len(of_class[label]), label))):
-        share = (number - len(chosen)) // (num_classes - rank)
-        ranked = sorted(range(len(of_class[label])), key=lambda place: _lot(label, place))
-        chosen += of_class[label][ranked[:share]].tolist()
-    return np.array(sorted(chosen), dtype=np.int64)
-
-
-def _lot(label: int, place: int) -> bytes:
-    return hashlib.blake2b(f"training image {place} of class {label}".encode(), digest_size=8).digest()
-
-
 # --- folders of images
 
 # Where test images are looked for; ImageNet's own `test` has no labels.
@@ -194,37 +173,39 @@ TEST_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
 
 def _from_folder(data: Data) -> _Prepared:
     tree = scan(_hashed_root(data.root), test_names=TEST_FOLDERS[data.name])
-    chosen, notes = _chosen(tree.train.labels, tree.classes, data)
-    train, test = tree.train if chosen is None else tree.train.only(chosen), tree.test
-    notes = [*tree.notes, *notes]
+    parts = parts_of(tree.train.labels, tree.classes, data)
+    splits = {"train": tree.train.only(parts.train), "test": tree.test}
+    if len(parts.validation):
+        splits["validation"] = tree.train.only(parts.validation)
+    notes = [*tree.notes, *parts.notes]
     is_imagenet = data.name == "imagenet"
     if is_imagenet and len(tree.classes) != FACTS["imagenet"].num_classes:
         notes.append(f"note: {tree.root} has {len(tree.classes):,} classes, ImageNet has 1,000")
-    num_images = len(train) + len(test)
-    keep = _size_to_keep(tree.root / train.paths[0], num_images, data.max_gb_in_memory)
+    num_images = sum(map(len, splits.values()))
+    keep = _size_to_keep(tree.root / splits["train"].paths[0], num_images, data.max_gb_in_memory)
     with processes_for(num_images) as run:
-        train_looks = look_at(run, tree.root, train.paths, keep=keep, what="training")
-        test_looks = look_at(run, tree.root, test.paths, keep=keep, what="test")
-    looks = joined([train_looks, test_looks])
+        seen = {
+            name: look_at(run, tree.root, split.paths, keep=keep, what=_CALLED[name]) for name, split in splits.items()
+        }
+    looks = joined(list(seen.values()))
     _refuse_unreadable(tree.root, looks)
     channels = 1 if looks.grey.all() and not is_imagenet else 3
     why_not = _why_not_in_memory(looks, channels, data.max_gb_in_memory)
     if why_not:
-        tensors = [_index(train, train_looks), _index(test, test_looks)]
+        tensors = {name: _index(split, seen[name]) for name, split in splits.items()}
         shape: tuple[int, int | None, int | None] = (channels, None, None)
         about = f"{'grey' if channels == 1 else 'in colour'}, {len(tree.classes):,} classes, left in files: {why_not}"
     else:
-        tensors = [_tensors(train, train_looks, channels), _tensors(test, test_looks, channels)]
+        tensors = {name: _tensors(split, seen[name], channels) for name, split in splits.items()}
         shape = (channels, int(looks.heights[0]), int(looks.widths[0]))
         about = f"{'×'.join(map(str, shape))}, {len(tree.classes):,} classes, in memory"
     customary = list(IMAGENET_MEAN), list(IMAGENET_STD)
     return _Prepared(
-        train=tensors[0],
-        test=tensors[1],
+        splits=tensors,
         kind="files" if why_not else "memory",
         classes=tree.classes,
         shape=shape,
-        normalisation=customary if is_imagenet else _moments(torch.from_numpy(train_looks.counts[:channels])),
+        normalisation=customary if is_imagenet else _moments(torch.from_numpy(seen["train"].counts[:channels])),
         about=about,
         notes=notes,
     )

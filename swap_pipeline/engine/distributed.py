@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swap_pipeline.engine.out_of_memory import must_fit
 from swap_pipeline.errors import SwapError
-from swap_pipeline.runtime.environment import device_type, timeout_minutes
+from swap_pipeline.runtime.environment import timeout_minutes
+from swap_pipeline.runtime.gpus import device_type_of_rank, unfit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,30 +97,45 @@ def process_group(*, deterministic: bool = False) -> Iterator[Group]:
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the launcher says so, torchrun by hand does not
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so; started otherwise, a rank has its own node
     group = Group(rank=rank, world_size=world_size, device=device, ranks_here=here)
     if world_size == 1:
-        yield group
+        with _explained(device):
+            yield group
         return
     timeout = timedelta(minutes=timeout_minutes())
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
-    yield group
+    with _explained(device):
+        if device.type == "cuda":
+            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+        yield group
     # Not after an error: NCCL would wait for ranks that may be gone, and with gloo the others would report a lost
     # connection before this rank can say what is wrong. The group ends with the process then.
     dist.destroy_process_group()
 
 
+def _explained(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Memory that runs out where nobody looked for it: while a network, its wrapper or its momentum are placed, while
+    NCCL or cuBLAS start. On a CPU another process may be the reason, and the job is worth a second try."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return must_fit("this job", remedy="end other processes on the GPU, or take a smaller network or image_size")
+
+
 def _device(local_rank: int) -> torch.device:
-    if device_type(has_gpu=torch.cuda.is_available()) == "cpu":
+    if device_type_of_rank() == "cpu":
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise SwapError(
             f"rank {local_rank} has no GPU, only {torch.cuda.device_count()} can be seen: "
             f"lower SWAP_NPROC, or set SWAP_DEVICE=cpu"
         )
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank)
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if why := unfit(name, capability, torch.cuda.get_arch_list()):
+        raise SwapError(f"{why}, or set SWAP_DEVICE=cpu")
+    return device

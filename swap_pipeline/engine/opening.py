@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from swap_pipeline.config.common_params import Setting
 from swap_pipeline.data.images import Split, read_images
@@ -15,22 +17,56 @@ from swap_pipeline.storage.tensor_files import TensorFile
 PREPARED = Path("data/prepared")
 
 
-def open_data(setting: Setting, group: Group) -> tuple[Meta, Split, Split]:
-    """The prepared data set for this rank's device: what is known of it, training and test images."""
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """The prepared data set, on this rank's device."""
+
+    meta: Meta
+    train: Split
+    test: Split
+    """for final models; where there is no validation set, for everything"""
+    validation: Split | None
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.meta.classes)
+
+    @property
+    def held_out(self) -> Split:
+        """What models are measured on until they are final, and chosen by."""
+        return self.test if self.validation is None else self.validation
+
+    @property
+    def held_out_name(self) -> str:
+        return "test" if self.validation is None else "validation"
+
+    def as_json(self) -> dict[str, Any]:
+        splits = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {
+            "classes": list(self.meta.classes),
+            "shape": list(self.meta.shape or (self.meta.channels, None, None)),
+            "images": {name: len(images) for name, images in splits.items() if images is not None},
+        }
+
+
+def open_data(setting: Setting, group: Group) -> PreparedData:
+    """All splits, those that are used from the start ready for it."""
     meta = read_meta(PREPARED)
+    names = ("train", "test", *(["validation"] if meta.num_validation else []))
     if meta.in_memory:
         with must_fit("the prepared images", remedy="lower data.max_gb_in_memory, so that they stay in their files"):
-            return meta, read_images(PREPARED, "train", group.device), read_images(PREPARED, "test", group.device)
-    from swap_pipeline.data.loader import FileImages  # with torchvision, which doubles a rank's start-up time
+            splits: dict[str, Split] = {name: read_images(PREPARED, name, group.device) for name in names}
+    else:
+        from swap_pipeline.data.loader import FileImages  # with torchvision, which doubles a rank's start-up time
 
-    def split(name: str) -> FileImages:
-        root = find_root(setting.root)
-        return FileImages(PREPARED, name, meta, root=root, test_crop=setting.augment.test_crop, device=group.device)
-
-    train_images, test_images = split("train"), split("test")
-    for images in (train_images, test_images):
+        root, crop = find_root(setting.root), setting.augment.test_crop
+        splits = {
+            name: FileImages(PREPARED, name, meta, root=root, test_crop=crop, device=group.device) for name in names
+        }
+    data = PreparedData(meta=meta, train=splits["train"], test=splits["test"], validation=splits.get("validation"))
+    for images in (data.train, data.held_out):
         images.start()
-    return meta, train_images, test_images
+    return data
 
 
 def view_of_checkpoint(path: Path) -> View | None:

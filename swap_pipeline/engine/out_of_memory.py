@@ -22,8 +22,8 @@ def must_fit(what: str, *, remedy: str) -> Iterator[None]:
         raise SwapError(f"{what} did not fit into memory: {remedy}") from None
 
 
-# Of the allocators of CPU and GPU, of cuBLAS, cuDNN and NCCL.
-_WORDS = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+# Of the allocators of CPU and GPU and of NCCL, of cuBLAS and cuDNN before version 9, of cuDNN since then.
+_WORDS = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -21,6 +24,17 @@ def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
     network.to(group.device)
     if compute.channels_last:
         network.to(memory_format=torch.channels_last)
+
+
+@contextlib.contextmanager
+def no_tuning(*, wanted: bool) -> Iterator[None]:
+    """A block in which cuDNN does not try out algorithms: it would do so anew for every shape that it sees."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before and not wanted
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

@@ -29,7 +29,7 @@ def resolve(precision: Precision, device: torch.device) -> Literal["fp32", "tf32
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A block whose forward pass runs in this precision."""
+    """A block whose forward pass runs in this precision; can be entered again and again, one time after the other."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(resolve(precision, device))
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 

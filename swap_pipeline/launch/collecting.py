@@ -10,7 +10,7 @@ from pathlib import Path
 
 from swap_pipeline.config.instances import Instance
 from swap_pipeline.errors import SwapError
-from swap_pipeline.runtime.job_folder import LAUNCHER_LOCK, RECORD, RESULT, JobFolder
+from swap_pipeline.runtime.job_folder import LAUNCHER_LOCK, RECORD, JobFolder
 from swap_pipeline.runtime.locks import Lock
 from swap_pipeline.storage.files import copy_file
 
@@ -45,7 +45,7 @@ def set_aside_damaged(folder: JobFolder) -> None:
         return
     try:
         if reason := folder.damage() if folder.is_complete else "it is no folder":
-            aside = folder.path / f"{RESULT}.damaged"
+            aside = folder.path / f"{folder.result_name}.damaged"
             _remove(aside)
             folder.result.rename(aside)
             what = f"{folder.result} is damaged ({reason})"

@@ -6,15 +6,15 @@ of devices shares them.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.jobs import Machine
 from swap_pipeline.launch.slurm import cluster
-from swap_pipeline.runtime import environment
+from swap_pipeline.runtime import environment, gpus
 
 
 def launcher_kind() -> str:
@@ -41,23 +41,22 @@ def this_machine() -> Machine:
 
 
 def local_machine() -> Machine:
-    cores, gpus = environment.num_cores(), _gpus()
-    device_type = environment.device_type(has_gpu=bool(gpus))
-    devices = gpus if device_type == "cuda" else tuple(str(core) for core in range(cores))
-    return Machine(device_type=device_type, devices=devices, cores=cores)
+    cores, seen = environment.num_cores(), gpus.look()
+    device_type = environment.device_type(has_gpu=bool(seen.found), trouble=seen.trouble)
+    if device_type == "cpu":
+        return Machine(device_type="cpu", devices=tuple(str(core) for core in range(cores)), cores=cores)
+    uuids = {gpu.name: gpu.uuid for gpu in seen.found}
+    return Machine(device_type="cuda", devices=tuple(uuids), cores=cores, uuids=uuids)
 
 
-def _gpus() -> tuple[str, ...]:
-    """GPUs that this process may use, asked of the driver; it heeds CUDA_VISIBLE_DEVICES, unlike nvidia-smi."""
+def mps_runs() -> bool:
+    """Whether CUDA's MPS, with which processes on one GPU compute at the same time, is running on this machine."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return ()
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return tuple(named[: count.value]) if named else tuple(str(i) for i in range(count.value))
+        process = int((folder / "nvidia-cuda-mps-control.pid").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return Path(f"/proc/{process}").is_dir()
 
 
 _MAX_RANKS_A_CORE = 16

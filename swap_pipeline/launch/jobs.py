@@ -8,15 +8,15 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from swap_pipeline.config.instances import Instance
 from swap_pipeline.launch.display import STDOUT_FILE, Display
 from swap_pipeline.runtime import environment
-from swap_pipeline.runtime.environment import JOB
+from swap_pipeline.runtime.environment import JOB, RESULT_NAME
 from swap_pipeline.runtime.job_folder import LAUNCHER_LOCK, JobFolder, scratch_root
 from swap_pipeline.runtime.locks import Lock
 from swap_pipeline.runtime.progress import PROGRESS_FILE
@@ -45,6 +45,8 @@ class Machine:
     cores: int
     """of a node"""
     nodes: int = 1
+    uuids: Mapping[str, str] = field(default_factory=dict)
+    """of GPUs on this machine, by what `devices` calls them"""
 
     @property
     def num_devices(self) -> int:
@@ -122,7 +124,8 @@ _SAVED = "job.json"
 
 def save(job: Job, **more: object) -> None:
     """Leave a description of the job in its folder, for a process on another machine to start it from."""
-    described = {**dataclasses.asdict(job), "folder": str(job.folder.path.resolve()), **more}
+    folder = job.folder
+    described = {**dataclasses.asdict(job), "folder": str(folder.path.resolve()), "result": folder.result_name, **more}
     write_json(job.folder.path / _SAVED, described)
 
 
@@ -136,7 +139,8 @@ def load(folder: Path) -> tuple[Job, dict[str, Any]]:
     """A job as it was saved, and what was saved with it."""
     tree = read_json(folder / _SAVED)
     known = {field.name: tree.pop(field.name) for field in dataclasses.fields(Job)}
-    instance, place = Instance(**known.pop("instance")), JobFolder(Path(known.pop("folder")))
+    place = JobFolder(Path(known.pop("folder")), result_name=tree.pop("result"))
+    instance = Instance(**known.pop("instance"))
     return Job(instance=instance, folder=place, **known), tree
 
 
@@ -174,6 +178,7 @@ def variables(job: Job, *, parent: int) -> dict[str, str]:
         PARENT: str(parent),
         WORLD: str(job.processes),
         JOB: str(job.folder.path.resolve()),
+        RESULT_NAME: job.folder.result_name,
     }
 
 
@@ -204,7 +209,7 @@ def why_incomplete(job: Job, code: int) -> Failure | None:
         return Failure(f"{job.name} {how}", may_pass=True)
     how, log = _how_it_ended(job, code), folder / STDERR_FILE
     if _KILLED in how:  # of which no log can tell
-        return Failure(f"{job.name} {how}: `dvc repro` goes on from the last finished epoch", may_pass=True)
+        return Failure(f"{job.name} {how}: `dvc repro` resumes from the last snapshot", may_pass=True)
     return Failure("\n".join([f"{job.name} {how}; the end of {log}:", *tail(log)]), may_pass=True)
 
 
@@ -231,7 +236,7 @@ def did_not_answer(ranks: Sequence[int]) -> str:
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return (
         f"was ended: {who} did not answer for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES): "
-        f"look whether disk, network and devices are well, then `dvc repro` again, which goes on from here"
+        f"check disk, network and devices, then run `dvc repro` again; it resumes from here"
     )
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
+from swap_pipeline.config.instances import Instance
 from swap_pipeline.launch.display import STDOUT_FILE, Display
 from swap_pipeline.launch.jobs import (
     STDERR_FILE,
@@ -28,6 +29,11 @@ from swap_pipeline.runtime.locks import Lock
 from swap_pipeline.runtime.progress import PROGRESS_FILE
 
 
+def places_per_device(instance: Instance, device_type: str) -> int:
+    """How many jobs of this kind may share a device."""
+    return environment.workers_per_gpu() if device_type == "cuda" and instance.stage == "phase2" else 1
+
+
 class Local:
     """The launcher for this machine."""
 
@@ -45,13 +51,7 @@ class Local:
 
     def _try_start(self, job: Job, display: Display) -> Running | None:
         """The job at work, or None if it has to wait for its devices or for another launcher that is at it."""
-        locks: list[Lock] = []
-        devices: list[str] = []
-        for device in self._machine.devices:
-            lock = Lock(scratch_root() / "devices" / f"{job.device_type}_{device}.lock")
-            if len(devices) < job.num_devices and lock.try_acquire():
-                locks.append(lock)
-                devices.append(device)
+        devices, locks = self._free_devices(job)
         if len(devices) == job.num_devices and (own := claim(job, display)):
             command, variables = for_one_node(job, parent=os.getpid())
             if job.device_type == "cuda":
@@ -64,11 +64,35 @@ class Local:
             lock.release()
         return None
 
+    def _free_devices(self, job: Job) -> tuple[list[str], list[Lock]]:
+        """As many as the job needs, or fewer if there are not so many, and the locks that hold them.
+
+        Workers may share a GPU: each has a place on it, of which the first ones of all GPUs are taken before the second
+        ones. Whoever shares a device locks it as shared, so that nobody else has it for himself meanwhile.
+        """
+        places = places_per_device(job.instance, job.device_type)
+        devices: dict[str, list[Lock]] = {}
+        for place in range(places):
+            for device in self._machine.devices:
+                if len(devices) == job.num_devices or device in devices:
+                    continue
+                # A GPU may be called by its index or its UUID.
+                name = f"{job.device_type}_{self._machine.uuids.get(device, device)}"
+                whole = Lock(scratch_root() / "devices" / f"{name}.lock")
+                own = Lock(scratch_root() / "devices" / f"{name}_place_{place}.lock")
+                if not whole.try_acquire(shared=places > 1):
+                    continue
+                if places > 1 and not own.try_acquire():
+                    whole.release()
+                    continue
+                devices[device] = [whole, own]
+        return list(devices), [lock for locks in devices.values() for lock in locks]
+
     def watch(self, display: Display) -> None:
         """The processes are children of this one: nothing to look up."""
 
     def interrupted(self, number: int, display: Display) -> str:
-        return "interrupted: `dvc repro` goes on from the last finished epoch"
+        return "interrupted: `dvc repro` resumes from the last snapshot"
 
 
 class Running:

@@ -20,7 +20,7 @@ from swap_pipeline.launch.collecting import collect, set_aside_damaged
 from swap_pipeline.launch.devices import Share, launcher_kind, local_machine, share_of_phase1, this_machine
 from swap_pipeline.launch.display import Display
 from swap_pipeline.launch.jobs import Job, Launcher, Work
-from swap_pipeline.launch.local import Local
+from swap_pipeline.launch.local import Local, places_per_device
 from swap_pipeline.launch.slurm import cluster
 from swap_pipeline.launch.slurm.sbatch import Sbatch
 from swap_pipeline.launch.slurm.srun import Srun
@@ -139,7 +139,8 @@ def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[I
     if own.folder.is_complete:
         _say_taken(own)
     else:
-        alone = launcher().shares_devices and own.num_devices == this_machine().num_devices
+        fills_all = own.num_devices == this_machine().num_devices and places_per_device(asked, own.device_type) == 1
+        alone = launcher().shares_devices and fills_all
         beside = [] if alone else pending(others, asked=asked)
         failures = run_jobs([own, *(job(other) for other in beside)])
         for name in sorted(failures.keys() - {own.name}):

@@ -84,6 +84,8 @@ def _conv_bn_relu(inputs: int, outputs: int) -> nn.Sequential:
     )
 
 
+NETWORKS: dict[str, Callable[..., nn.Module]] = {"resnet9": ResNet9}
+"""Those of this package, by name; each is told a width, and the data's channels and classes."""
 # What a description consists of; all but the first three only where they are set.
 _KEYS = {"name": str, "channels": int, "num_classes": int, "width": int, "options": dict, "zero_init_last_gamma": bool}
 
@@ -181,10 +183,10 @@ def _check(description: Mapping[str, Any]) -> None:
     name, width, options = description["name"], description.get("width"), description.get("options", {})
     if is_own(name):
         import_function(name)
-    elif name == "resnet9":
-        _check_resnet9(width=width, options=options, zero=description.get("zero_init_last_gamma", False))
+    elif name in NETWORKS:
+        _check_ours(name, width=width, options=options, zero=description.get("zero_init_last_gamma", False))
     else:
-        check_known(name)
+        check_known(name, ours=NETWORKS)
         if width is not None:
             raise SwapError(f"model.width is {width}, but {name} has no width: leave it out")
         if name.startswith("torchvision:") and description["channels"] not in (1, 3):
@@ -193,16 +195,16 @@ def _check(description: Mapping[str, Any]) -> None:
         _check_option(name, key, value)
 
 
-def _check_resnet9(*, width: int | None, options: Mapping[str, Any], zero: bool) -> None:
+def _check_ours(name: str, *, width: int | None, options: Mapping[str, Any], zero: bool) -> None:
     if width is None:
-        raise SwapError("model.width is missing: resnet9 needs one, the paper's has 64")
+        raise SwapError(f"model.width is missing: {name} needs one, the paper's ResNet-9 has 64")
     if options:
-        raise SwapError("model.options is set, but resnet9 has none: leave it out")
+        raise SwapError(f"model.options is set, but {name} has none: leave it out")
     if zero:
         # A ReLU that is given zeros has no gradient: no weight of such a branch would ever change.
         raise SwapError(
-            "model.zero_init_last_gamma is true, but the residual branches of resnet9 end in a ReLU and would "
-            "never learn: set it to false"
+            f"model.zero_init_last_gamma is true, but the residual branches of {name} end in a ReLU and would "
+            f"never learn: set it to false"
         )
 
 
@@ -318,8 +320,8 @@ def _builder(description: Mapping[str, Any]) -> Callable[[], nn.Module]:
     name = description["name"]
     if is_own(name):
         return _own_network(description)
-    if name == "resnet9":
-        return partial(ResNet9, **{key: description[key] for key in ("width", "channels", "num_classes")})
+    if name in NETWORKS:
+        return partial(NETWORKS[name], **{key: description[key] for key in ("width", "channels", "num_classes")})
     return library_network(description)
 
 

@@ -40,8 +40,8 @@ NO_OPTIONS = {
 """Arguments of the libraries' functions that `model.options` must not set; some of them would load files."""
 
 
-def check_known(name: str) -> None:
-    """That `name` is a network of its library; refused with the closest names otherwise."""
+def check_known(name: str, *, ours: Collection[str]) -> None:
+    """That `name` is a network of its library; refused with the closest names otherwise, `ours` among them."""
     library, _, short = name.partition(":")
     if library == "torchvision" and short in _torchvision_names():
         return
@@ -51,7 +51,7 @@ def check_known(name: str) -> None:
         # create_model would also take addresses of the Hugging Face hub and of folders, and load what it finds there.
         if timm.is_model(model) and (not tag or timm.is_model_pretrained(short)):
             return
-    raise SwapError(f"model.name is {name!r}{_closest(name)}")
+    raise SwapError(f"model.name is {name!r}{_closest(name, ours)}")
 
 
 def check_option(name: str, key: str) -> None:
@@ -100,15 +100,15 @@ def _timm(name: str) -> Any:
         raise SwapError(f"model.name is {name!r}, but timm is not installed: run `pip install timm`") from None
 
 
-def _closest(name: str) -> str:
+def _closest(name: str, ours: Collection[str]) -> str:
     library, colon, short = name.partition(":")
-    meant = {} if colon else {"resnet9": "resnet9"}
+    meant = {} if colon else {each: each for each in ours}
     if library == "timm" or (not colon and importlib.util.find_spec("timm")):
         tagged = "." in short
         meant |= {each: f"timm:{each}" for each in _timm(name).list_models(pretrained=tagged)}
     if library == "torchvision" or not colon:
         meant |= {each: f"torchvision:{each}" for each in _torchvision_names()}
-    ways = "choose resnet9, torchvision:<name>, timm:<name> or your own, package.module:function"
+    ways = f"choose {', '.join(ours)}, torchvision:<name>, timm:<name> or your own, package.module:function"
     return did_you_mean(short if colon else name, meant, otherwise=f": {ways}")
 
 

@@ -8,19 +8,22 @@ from typing import Any
 
 from swap_pipeline.report.figures import Drawing
 from swap_pipeline.report.figures_analysis import draw_cosine, draw_landscape, draw_pairs, draw_subsets
+from swap_pipeline.report.figures_training import draw_exits
 from swap_pipeline.report.page import images, render
 
 Record = Mapping[str, Any]
 
 
 def draw_analysis(records: Mapping[str, Record | None]) -> list[Drawing]:
-    """All pictures that can be drawn of `landscape`, `cosine` and `workers`."""
-    landscape, cosine, workers = (records.get(name) or {} for name in ("landscape", "cosine", "workers"))
+    """All pictures that can be drawn of `landscape`, `cosine`, `workers` and `exits`."""
+    names = ("landscape", "cosine", "workers", "exits")
+    landscape, cosine, workers, exits = (records.get(name) or {} for name in names)
     return [
         *(draw_landscape(plane) for plane in landscape.get("planes", ())),
         *([draw_cosine(cosine["points"])] if cosine.get("points") else []),
-        *([draw_subsets(workers["subsets"])] if workers.get("subsets") else []),
+        *([draw_subsets(workers["subsets"], workers["split"])] if workers.get("subsets") else []),
         *([draw_pairs(workers)] if len(workers.get("seeds", ())) > 1 else []),
+        *([draw_exits(exits)] if len(exits.get("exits", ())) > 1 else []),
     ]
 
 
@@ -28,7 +31,7 @@ def analysis_page(
     records: Mapping[str, Record | None], *, drawings: Mapping[str, Drawing], pictures: Mapping[str, bytes]
 ) -> str:
     """From the records, each of which may be missing; `pictures` are the drawings as SVG."""
-    landscape, cosine, workers = (records.get(name) for name in ("landscape", "cosine", "workers"))
+    landscape, cosine, workers, exits = (records.get(name) for name in ("landscape", "cosine", "workers", "exits"))
     planes = landscape["planes"] if landscape else ()
     return render(
         "analysis.html",
@@ -40,6 +43,11 @@ def analysis_page(
         ends=_ends(cosine["points"] if cosine else ()),
         workers=workers,
         by_size=_by_size(workers["subsets"] if workers else ()),
+        exits=exits,
+        rules=[
+            (rule["rule"], rule["epoch"], rule["nearest"], f"{rule['regret']:.2f}")
+            for rule in (exits["rules"] if exits else ())
+        ],
     )
 
 
@@ -67,5 +75,5 @@ def _by_size(subsets: Sequence[Record]) -> list[tuple[int, float]]:
     """Numbers of workers, each with the mean accuracy of averages of so many."""
     accuracies: dict[int, list[float]] = {}
     for subset in subsets:
-        accuracies.setdefault(subset["size"], []).append(subset["test_accuracy"])
+        accuracies.setdefault(subset["size"], []).append(subset["accuracy"])
     return [(size, statistics.fmean(accuracies[size])) for size in sorted(accuracies)]

@@ -242,11 +242,11 @@ def draw_cosine(points: Sequence[Mapping[str, Any]]) -> Drawing:
     )
 
 
-def draw_subsets(subsets: Sequence[Mapping[str, Any]]) -> Drawing:
+def draw_subsets(subsets: Sequence[Mapping[str, Any]], split: str) -> Drawing:
     """Accuracy against the number of workers that are averaged: every choice, and mean and spread over choices."""
     by_size: dict[int, list[float]] = {}
     for subset in sorted(subsets, key=lambda subset: int(subset["size"])):
-        by_size.setdefault(subset["size"], []).append(subset["test_accuracy"])
+        by_size.setdefault(subset["size"], []).append(subset["accuracy"])
     means = [statistics.fmean(values) for values in by_size.values()]
     spreads = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in by_size.values()]
     with style():
@@ -279,7 +279,7 @@ def draw_subsets(subsets: Sequence[Mapping[str, Any]]) -> Drawing:
         )
         name_bars(bars, "means")
         axes.set_xlabel("number of workers averaged")
-        axes.set_ylabel("test accuracy (%)")
+        axes.set_ylabel(f"{split} accuracy (%)")
         whole_epochs(axes)
         axes.set_xlim(min(by_size) - 0.5, max(by_size) + 0.5)
         grid(axes)
@@ -287,11 +287,11 @@ def draw_subsets(subsets: Sequence[Mapping[str, Any]]) -> Drawing:
     return Drawing(
         name="workers_accuracy",
         figure=figure,
-        alt="Test accuracy against the number of workers averaged: "
+        alt=f"{split.capitalize()} accuracy against the number of workers averaged: "
         + "; ".join(f"{size}: {mean:.2f} %" for size, mean in zip(by_size, means, strict=True)),
-        columns=("size", "seeds", "test_accuracy", "test_loss"),
+        columns=("size", "seeds", "accuracy", "loss"),
         rows=tuple(
-            (subset["size"], " ".join(map(str, subset["seeds"])), subset["test_accuracy"], subset["test_loss"])
+            (subset["size"], " ".join(map(str, subset["seeds"])), subset["accuracy"], subset["loss"])
             for subset in subsets
         ),
     )

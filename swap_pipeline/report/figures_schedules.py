@@ -80,7 +80,7 @@ def rates_until(rate: PiecewiseLinear, end: float) -> Points:
 def planned_courses(params: Params) -> list[Course]:
     """Both phases, the second where the first ends at the latest."""
     phase1 = params.phase1
-    label = "phase 1, at most" if phase1.stop_accuracy < 100 else "phase 1"
+    label = "phase 1, at most" if phase1.may_end_early else "phase 1"
     return [
         course_of("phase1", label, phase1, epochs=phase1.max_epochs),
         *_worker_courses(params, f"phase 2, W = {len(params.workers.seeds)}", after=phase1.max_epochs),
@@ -120,7 +120,7 @@ def sampling_of(params: Params, *, method: str, title: str) -> Sampling:
     )
 
 
-def draw_schedules(courses: Sequence[Course], *, title: str = "") -> Drawing:
+def draw_schedules(courses: Sequence[Course]) -> Drawing:
     """Learning rate above batch size; a line shows where phase 2 begins."""
     handover = next(course.last_epoch for course in courses if course.section == "phase1")
     with style():
@@ -134,7 +134,6 @@ def draw_schedules(courses: Sequence[Course], *, title: str = "") -> Drawing:
             axes.axvline(handover, color=GREY, linewidth=0.8)
             axes.set_ylim(bottom=0)
         grid(rates, batches)
-        rates.set_title(title)
         rates.set_ylabel("learning rate")
         batches.set_ylabel("batch size")
         batches.set_xlabel("epoch")

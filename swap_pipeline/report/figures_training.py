@@ -1,4 +1,4 @@
-"""What came out as a picture: the course of a run (Figure 1 of the paper)."""
+"""What came out as a picture: the course of a run (Figure 1 of the paper), and what other exits would have given."""
 
 from __future__ import annotations
 
@@ -24,17 +24,15 @@ def draw_training(
     *,
     rates: Sequence[Course],
 ) -> Drawing:
-    """Figure 1: rates of both phases, test accuracy of every model, and of the average had phase 2 ended earlier.
+    """Figure 1: rates of both phases, accuracy of every model, and of the average had phase 2 ended earlier.
 
     A worker's epochs follow phase 1's; `rates` are those of phase 1 as it ran and of a worker after it. Beside the
-    whole course stands phase 2 alone, where the differences are small, if there is one.
+    whole course stands phase 2 alone, where the differences are small, if there is one. The records name the split.
     """
-    handover = phase1["epochs"]
+    handover, split = phase1["epochs"], phase1["split"]
     before = _accuracies(phase1)
     after = {seed: _accuracies(worker, handover) for seed, worker in workers.items() if worker["epochs"]}
-    average: Curve = [
-        (handover + epoch_of_label(point["label"]), point["test_accuracy"]) for point in averaged if after
-    ]
+    average: Curve = [(handover + epoch_of_label(point["label"]), point["accuracy"]) for point in averaged if after]
     with style():
         figure = new_figure(9, 4.8)
         layout, widths = (
@@ -43,9 +41,7 @@ def draw_training(
         panels: dict[str, Axes] = figure.subplot_mosaic(layout, height_ratios=(1, 2), width_ratios=widths)  # type: ignore[arg-type]
         rate, course, close = panels["rate"], panels["course"], panels.get("close")
         course.sharex(rate)
-        for part in rates:
-            colour = COLOURS[part.section]
-            rate.plot(*zip(*part.rates, strict=True), color=colour, linewidth=2, gid=f"rate-{part.section}")
+        _draw_rates(rate, rates, handover if after else None)
         (line,) = course.plot(
             *zip(*before, strict=True), color=COLOURS["phase1"], linewidth=2, marker=".", gid="accuracy-phase1"
         )
@@ -59,24 +55,9 @@ def draw_training(
             if average:
                 _say_last(close, average[-1])
             close.set_title("phase 2, enlarged")
-            for axes in (rate, course):
-                axes.axvline(handover, color=GREY, linewidth=0.8)
-        rate.set_ylim(bottom=0)
-        rate.set_xlim(left=0)
-        rate.tick_params(labelbottom=False)
-        rate.set_ylabel("learning rate")
-        for words, side, away in (("phase 1", "right", -5), ("phase 2", "left", 5)) if after else ():
-            rate.annotate(
-                words,
-                (handover, 1),
-                xycoords=rate.get_xaxis_transform(),
-                xytext=(away, 4),
-                textcoords="offset points",
-                ha=side,
-                fontweight="bold",
-            )
+            _say_exit(course, handover, phase1["stopped_by"])
         for axes in (course, close) if close is not None else (course,):
-            axes.set_ylabel("test accuracy (%)")
+            axes.set_ylabel(f"{split} accuracy (%)")
             axes.set_xlabel("epoch")
             whole_epochs(axes)
         grid(*panels.values())
@@ -84,8 +65,8 @@ def draw_training(
     return Drawing(
         name="training",
         figure=figure,
-        alt=_training_in_words(before, after, average),
-        columns=("run", "epoch", "learning_rate", "test_accuracy"),
+        alt=_training_in_words(before, after, average, split),
+        columns=("run", "epoch", "learning_rate", "accuracy"),
         rows=(
             *((part.section, epoch, value, None) for part in rates for epoch, value in part.rates),
             *(("phase1", epoch, None, accuracy) for epoch, accuracy in before),
@@ -95,8 +76,32 @@ def draw_training(
     )
 
 
+def _draw_rates(axes: Axes, rates: Sequence[Course], handover: int | None) -> None:
+    """The learning rate, above the accuracies; both phases have their names, if there are two."""
+    for part in rates:
+        colour = COLOURS[part.section]
+        axes.plot(*zip(*part.rates, strict=True), color=colour, linewidth=2, gid=f"rate-{part.section}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.tick_params(labelbottom=False)
+    axes.set_ylabel("learning rate")
+    if handover is None:
+        return
+    axes.axvline(handover, color=GREY, linewidth=0.8)
+    for words, side, away in (("phase 1", "right", -5), ("phase 2", "left", 5)):
+        axes.annotate(
+            words,
+            (handover, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(away, 4),
+            textcoords="offset points",
+            ha=side,
+            fontweight="bold",
+        )
+
+
 def _accuracies(record: Mapping[str, Any], before: int = 0) -> Curve:
-    return [(before + row["epoch"], row["test_accuracy"]) for row in record["curve"]]
+    return [(before + row["epoch"], row["accuracy"]) for row in record["curve"]]
 
 
 def _draw_workers(axes: Axes, after: Mapping[int, Curve], average: Curve, prefix: str) -> dict[str, Any]:
@@ -134,6 +139,22 @@ def _workers_in_legend(count: int) -> str:
     return "the worker" if count == 1 else f"each of {count} workers"
 
 
+def _say_exit(course: Axes, handover: float, rule: str) -> None:
+    """A line where phase 1 was left, and by which rule."""
+    course.axvline(handover, color=GREY, linewidth=0.8)
+    if rule != "epochs":
+        course.annotate(
+            f"left by {rule}",
+            (handover, 0),
+            xycoords=course.get_xaxis_transform(),
+            xytext=(-3, 5),
+            textcoords="offset points",
+            ha="right",
+            color=GREY,
+            fontsize=8.5,
+        )
+
+
 def _say_last(axes: Axes, last: tuple[float, float]) -> None:
     axes.annotate(
         f"average {last[1]:.2f}",
@@ -149,13 +170,60 @@ def _say_last(axes: Axes, last: tuple[float, float]) -> None:
     axes.margins(y=0.1)
 
 
-def _training_in_words(before: Curve, after: Mapping[int, Curve], average: Curve) -> str:
+def _training_in_words(before: Curve, after: Mapping[int, Curve], average: Curve, split: str) -> str:
     finals = [curve[-1][1] for curve in after.values()]
     told = [
-        "Learning rate and test accuracy by epoch. "
+        f"Learning rate and {split} accuracy by epoch. "
         f"Phase 1 ends at {before[-1][1]:.2f} % after {before[-1][0]:g} epochs",
         *([f"the workers at {min(finals):.2f} to {max(finals):.2f} %"] if finals else []),
     ]
     if average:
         told.append(f"their average at {average[-1][1]:.2f} %")
     return "; ".join(told)
+
+
+def draw_exits(record: Mapping[str, Any]) -> Drawing:
+    """Accuracy of the average and critical path against the epoch of leaving phase 1, and where rules leave it."""
+    exits, split = record["exits"], record["split"]
+    epochs = [point["epoch"] for point in exits]
+    lines = {"average, test images": ("test_accuracy", "swap"), "its workers, test images": ("workers", "phase2")}
+    if split != "test":
+        lines = {f"average, {split} images": ("accuracy", "small_batch"), **lines}
+    with style():
+        figure = new_figure(8, 4.8)
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        for dash, (label, (key, colour)) in zip(DASHES, lines.items(), strict=False):
+            values = [point[key] for point in exits]
+            top.plot(
+                epochs, values, color=COLOURS[colour], linestyle=dash, linewidth=2, marker="o", label=label, gid=key
+            )
+        seconds = [point["seconds"] for point in exits]
+        bottom.plot(epochs, seconds, color=COLOURS["phase1"], linewidth=2, marker="o", gid="seconds")
+        for index, rule in enumerate(record["rules"]):
+            for axes in (top, bottom):
+                axes.axvline(rule["epoch"], color=GREY, linestyle=DASHES[index], gid=f"rule-{rule['rule']}")
+            top.annotate(
+                rule["rule"],
+                (rule["epoch"], 1),
+                xycoords=top.get_xaxis_transform(),
+                xytext=(-3, -10 - 11 * index),
+                textcoords="offset points",
+                ha="right",
+                fontsize=9,
+            )
+        top.set_ylabel("accuracy (%)")
+        bottom.set_ylabel("critical path (s)")
+        bottom.set_ylim(bottom=0)
+        bottom.set_xlabel("epoch of leaving phase 1")
+        whole_epochs(bottom)
+        grid(top, bottom)
+        figure.legend(loc="outside lower center", ncols=3)
+    columns = ("epoch", "accuracy", "test_accuracy", "workers", "seconds")
+    return Drawing(
+        name="exits",
+        figure=figure,
+        alt="Test accuracy of the average by epoch of leaving phase 1: "
+        + "; ".join(f"{point['epoch']}: {point['test_accuracy']:.2f} %" for point in exits),
+        columns=columns,
+        rows=tuple(tuple(point[key] for key in columns) for point in exits),
+    )

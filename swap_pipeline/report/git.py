@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 
@@ -12,6 +13,18 @@ def git(*arguments: str) -> str | None:
     except (FileNotFoundError, PermissionError, UnicodeDecodeError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def refusal() -> str:
+    """Why git will not look at a repository that is another user's; empty where that is not so."""
+    try:
+        done = subprocess.run(("git", "rev-parse"), capture_output=True, env=os.environ | {"LC_ALL": "C"}, check=False)
+    except (FileNotFoundError, PermissionError):
+        return ""
+    if b"dubious ownership" not in done.stderr:
+        return ""
+    remedy = '`git config --global --add safe.directory "$PWD"` in its root folder'
+    return f"this project belongs to another user, so git refuses to look at it: {remedy}"
 
 
 def changed_files(*arguments: str) -> list[str] | None:

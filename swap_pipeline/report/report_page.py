@@ -9,7 +9,7 @@ from typing import Any
 from swap_pipeline.report.figures import Drawing
 from swap_pipeline.report.page import images, render
 from swap_pipeline.report.provenance import Origin, flat, shown
-from swap_pipeline.report.summary import RESULT_COLUMNS, ResultRow, models_before_averaging
+from swap_pipeline.report.summary import RESULT_COLUMNS, ResultRow, models_before_averaging, without_empty_columns
 
 _CLASSES_SHOWN = 20
 
@@ -19,7 +19,6 @@ def report_page(
     workers: Mapping[int, Mapping[str, Any]],
     phase3: Mapping[str, Any],
     *,
-    cycles: int,
     rows: Sequence[ResultRow],
     drawings: Mapping[str, Drawing],
     pictures: Mapping[str, bytes],
@@ -30,6 +29,8 @@ def report_page(
 ) -> str:
     """All of it, from the records; `pictures` are the drawings as SVG."""
     entries = flat(params)
+    head = ("model", *RESULT_COLUMNS[1:], "devices")
+    columns, *results = without_empty_columns([head, *((*row.cells, row.devices or "") for row in rows)])
     changed = {change.key for change in origin.changes}
     return render(
         "report.html",
@@ -38,10 +39,10 @@ def report_page(
         phase1=phase1,
         phase3=phase3,
         num_trained=sum(worker["epochs"] > 0 for worker in workers.values()),
-        accuracies=[model["test_accuracy"] for model in models_before_averaging(phase1, workers, cycles=cycles)],
+        accuracies=[model["test_accuracy"] for model in models_before_averaging(phase1, workers)],
         slowest=max(worker["seconds"] for worker in workers.values()),
-        result_columns=("model", *RESULT_COLUMNS[1:], "devices"),
-        results=[(*row.cells, row.devices or "") for row in rows],
+        result_columns=columns,
+        results=results,
         result_classes={index: "marked" for index, row in enumerate(rows) if row.is_result},
         params=params,
         origin=origin,
@@ -64,8 +65,11 @@ def _data(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     pixels = "of any size, in their files" if None in size else f"of {'×'.join(map(str, size))} pixels"
     more = len(classes) - _CLASSES_SHOWN
     names = ", ".join(classes[:_CLASSES_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+    splits = {"train": "training", "validation": "validation", "test": "test"}
+    counts = [f"{data['images'][split]:,} {name}" for split, name in splits.items() if split in data["images"]]
     return [
-        ("images", f"{channels} channel{'' if channels == 1 else 's'}, {pixels}"),
+        ("images", ", ".join(counts)),
+        ("each", f"{channels} channel{'' if channels == 1 else 's'}, {pixels}"),
         ("classes", f"{len(classes):,}: {names}"),
     ]
 

@@ -7,6 +7,7 @@ are shared, and from rounding.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from pathlib import Path
@@ -15,6 +16,8 @@ from swap_pipeline.errors import SwapError, shown
 
 JOB = "SWAP_JOB"
 """the scratch folder of the job that a rank belongs to; set by the launcher, never by the user"""
+RESULT_NAME = "SWAP_RESULT"
+"""what its result is called there; likewise"""
 
 
 def project_folder() -> Path:
@@ -35,9 +38,11 @@ def wanted_device() -> str | None:
     return wanted
 
 
-def device_type(*, has_gpu: bool) -> str:
-    """The device that is wanted; by default a GPU where there is one."""
-    wanted = wanted_device() or ("cuda" if has_gpu else "cpu")
+def device_type(*, has_gpu: bool, trouble: str = "") -> str:
+    """The device that is wanted; by default a GPU where there is one, and never the CPU because of `trouble`."""
+    wanted = wanted_device() or ("cuda" if has_gpu or trouble else "cpu")
+    if wanted == "cuda" and trouble:
+        raise SwapError(f"{trouble}, or set SWAP_DEVICE=cpu")
     if wanted == "cuda" and not has_gpu:
         raise SwapError("SWAP_DEVICE is cuda, but no GPU can be seen: check `nvidia-smi`, or set SWAP_DEVICE=cpu")
     return wanted
@@ -71,6 +76,11 @@ def max_workers_at_once(default: int) -> int:
     return _count("SWAP_SLOTS", default)
 
 
+def workers_per_gpu() -> int:
+    """SWAP_WORKERS_PER_GPU: workers of phase 2 that share a GPU of this machine."""
+    return _count("SWAP_WORKERS_PER_GPU", 1, maximum=48)  # as many clients as MPS allows
+
+
 def fan_out() -> bool:
     """SWAP_FANOUT: whether a phase-2 instance also trains the other seeds that are pending."""
     text = os.environ.get("SWAP_FANOUT") or "1"
@@ -92,13 +102,22 @@ def num_loaders(default: int) -> int:
 def timeout_minutes() -> float:
     """SWAP_TIMEOUT_MINUTES: how long a rank waits for the others, and a launcher for Slurm's controller."""
     text = os.environ.get("SWAP_TIMEOUT_MINUTES") or "30"
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = math.nan
-    if not 0 < minutes < 1e6:
-        raise SwapError(f"SWAP_TIMEOUT_MINUTES is {text!r}: write a number of minutes above 0")
+    if not 0 < (minutes := _number(text)) < 1e6:
+        raise SwapError(f"SWAP_TIMEOUT_MINUTES is {shown(text)}: write a number of minutes above 0")
     return minutes
+
+
+def num_kept_epochs() -> int:
+    """SWAP_KEEP_EPOCHS: at most so many snapshots of phase 1's course stay, for other ways of leaving it."""
+    return _count("SWAP_KEEP_EPOCHS", 40, minimum=2)
+
+
+def snapshot_seconds() -> float:
+    """SWAP_SNAPSHOT_SECONDS: how long a run trains at least from one snapshot to the next; 0: one at every epoch."""
+    text = os.environ.get("SWAP_SNAPSHOT_SECONDS") or "5"
+    if not 0 <= (seconds := _number(text)) < 1e9:
+        raise SwapError(f"SWAP_SNAPSHOT_SECONDS is {shown(text)}: write a number of seconds, or 0")
+    return seconds
 
 
 def num_retries() -> int:
@@ -106,9 +125,26 @@ def num_retries() -> int:
     return _count("SWAP_RETRIES", 1, minimum=0, maximum=1000)
 
 
+def writes_tensorboard() -> bool:
+    """SWAP_TENSORBOARD: whether ranks write events for TensorBoard."""
+    text = os.environ.get("SWAP_TENSORBOARD") or "0"
+    if text not in ("0", "1"):
+        raise SwapError(f"SWAP_TENSORBOARD is {shown(text)}: write 0 or 1")
+    if text == "1" and importlib.util.find_spec("tensorboard") is None:
+        raise SwapError("SWAP_TENSORBOARD is 1, but tensorboard is not installed: run `pip install tensorboard`")
+    return text == "1"
+
+
 def is_debugging() -> bool:
     """SWAP_DEBUG: whether errors come with the place in the code where they arose."""
     return os.environ.get("SWAP_DEBUG", "0") not in ("", "0")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _count(variable: str, default: int, *, minimum: int = 1, maximum: int = 100_000) -> int:

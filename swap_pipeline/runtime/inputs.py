@@ -7,25 +7,29 @@ one of the new ones: so they are compared with what they were at the start.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.config.instances import Instance
+from swap_pipeline.config.instances import PHASE1, Instance
+from swap_pipeline.config.params import Leaving
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.user_code import source_file
-from swap_pipeline.storage.files import parse_yaml
+from swap_pipeline.storage.files import open_plain, parse_yaml, read_plain
 
 CODE_STAMP = "SWAP_CODE_STAMP"
 """the launcher's `code_stamp` when it started this rank"""
 
+
+_OF_EXIT = frozenset(field.name for field in dataclasses.fields(Leaving))
 
 # YAML takes tenths of a second, and `swap clean` asks for dozens of instances of a few files.
 _parsed = functools.lru_cache(maxsize=8)(parse_yaml)
@@ -51,7 +55,7 @@ def declared_stage(instance: Instance) -> tuple[list[str], dict[str, list[str]]]
 
 
 def _values(file: str | Path) -> Any:
-    return _parsed(Path(file).read_bytes(), name=str(file))
+    return _parsed(read_plain(Path(file)), name=str(file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +82,29 @@ class Inputs:
         )
 
     def fingerprint(self, facts: Mapping[str, Any]) -> str:
-        """A hash of all this, of the matrix item, of torch's version and of further `facts`."""
+        """A hash of all this, of the matrix item, of torch's version and of further `facts`.
+
+        Of phase 1 it names the course, which is the same whenever it is left.
+        """
         content = {
             "stage": self.instance.stage,
             "item": self.instance.item,
             "deps": self.deps,
-            "params": self.params,
+            "params": self.params if self._exit is None else _without_exit(self.params),
             "facts": {**facts, "torch": _torch_version()},
         }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:20]
+        return _digest(content)[:20]
+
+    @property
+    def exit_name(self) -> str | None:
+        """Of phase 1, a name for when its course is left."""
+        return None if self._exit is None else _digest(self._exit)[:10]
+
+    @property
+    def _exit(self) -> dict[str, Any] | None:
+        if self.instance != PHASE1:
+            return None
+        return {key: value for key, value in self.params["params.yaml"]["phase1"].items() if key in _OF_EXIT}
 
     def change(self) -> str:
         """What is no longer as it was, for people; empty if all is. Only files that were written to are read again."""
@@ -154,6 +172,16 @@ def _inputs_if_any(instance: Instance, hash_path: Callable[[Path], Any]) -> Inpu
         return None
 
 
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _without_exit(params: Mapping[str, Any]) -> dict[str, Any]:
+    ours = params["params.yaml"]
+    course = {key: value for key, value in ours["phase1"].items() if key not in _OF_EXIT}
+    return {**params, "params.yaml": {**ours, "phase1": course}}
+
+
 @functools.cache
 def _torch_version() -> str:
     return importlib.metadata.version("torch")
@@ -171,11 +199,6 @@ def _first_difference(old: Any, new: Any) -> list[str]:
 def fingerprint(instance: Instance, *, facts: Mapping[str, Any]) -> str:
     """The name of the instance's folder under these facts."""
     return Inputs.now(instance).fingerprint(facts)
-
-
-def fingerprints(instance: Instance, choices: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The fingerprint under each of several sets of facts; what the instance depends on is read only once."""
-    return map(Inputs.now(instance).fingerprint, choices)
 
 
 @contextlib.contextmanager
@@ -247,5 +270,5 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
 
 @functools.cache
 def _hash_once(path: Path, stamp: tuple[int, ...]) -> str:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,11 +4,15 @@ DVC deletes a stage's outs before the stage runs, so what must survive a kill li
 `.swap/<stage>/<fingerprint>/`. The fingerprint covers all that can change the bytes of the result: a job that is
 started again finds its own snapshots, and a job with any other setting gets another folder. A result is given out only
 if it is as it was written, and only while what it was made from is as it was.
+
+Phase 1's course does not depend on when it is left, so its folder serves every τ: its snapshots stay, and each way of
+leaving has a result of its own there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -24,7 +28,7 @@ from swap_pipeline.errors import DamagedFileError, SwapError
 from swap_pipeline.runtime.environment import project_folder
 from swap_pipeline.runtime.inputs import CODE_STAMP, Inputs
 from swap_pipeline.runtime.locks import Lock
-from swap_pipeline.storage.files import copy_file, read_json, write_json
+from swap_pipeline.storage.files import copy_file, open_plain, read_json, write_json
 
 RESULT = "result"
 RECORD = "record.json"
@@ -41,7 +45,8 @@ def job_folder(instance: Instance, *, device_type: str, processes: int, threads:
     """Where this job works: named after everything that can change its result."""
     facts = facts_of(device_type=device_type, processes=processes, threads=threads)
     inputs = Inputs.now(instance)
-    return JobFolder(scratch_root() / instance.stage / inputs.fingerprint(facts), inputs)
+    name = RESULT if inputs.exit_name is None else f"{RESULT}-{inputs.exit_name}"
+    return JobFolder(scratch_root() / instance.stage / inputs.fingerprint(facts), inputs, name)
 
 
 def facts_of(*, device_type: str, processes: int, threads: int) -> dict[str, Any]:
@@ -57,11 +62,17 @@ class JobFolder:
     path: Path
     inputs: Inputs | None = field(default=None, compare=False, repr=False)
     """what it was named after, where that is known"""
+    result_name: str = RESULT
 
     @property
     def result(self) -> Path:
         """Exists once the job is complete, and then holds all that it made, and a digest of each file."""
-        return self.path / RESULT
+        return self.path / self.result_name
+
+    @property
+    def has_course(self) -> bool:
+        """Whether other results may be made of the snapshots in it."""
+        return self.result_name != RESULT
 
     @property
     def is_complete(self) -> bool:
@@ -74,10 +85,8 @@ class JobFolder:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a job that is started again has something to go on from: snapshots, or what is done piece by piece;
-        in SWA also a training that is complete."""
-        patterns = ("snapshot_*", "kept/*", f"*/{RESULT}", "*/snapshot_*", "*/kept/*")
-        return any(True for pattern in patterns for _ in self.path.glob(pattern))
+        """Whether a job that is started again has something to resume from: snapshots, or pieces of its work."""
+        return any(True for pattern in ("snapshot_*", "kept/*") for _ in self.path.glob(pattern))
 
     @contextlib.contextmanager
     def complete(self, *, kept: Iterable[str] = ()) -> Iterator[Path]:
@@ -85,7 +94,7 @@ class JobFolder:
 
         The files of these names that were kept on the way are in it; all of them have to be there.
         """
-        partial = self.path / f"{RESULT}.partial"
+        partial = self.path / f"{self.result_name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name in kept:
@@ -93,7 +102,8 @@ class JobFolder:
         yield partial
         write_json(partial / _DIGESTS, {path.name: _digest(path) for path in partial.iterdir()})
         partial.rename(self.result)
-        shutil.rmtree(self.kept, ignore_errors=True)
+        if not self.has_course:
+            shutil.rmtree(self.kept, ignore_errors=True)
 
     def digests(self) -> dict[str, str]:
         """Of all files of the result, as the job wrote them, by name."""
@@ -112,8 +122,10 @@ class JobFolder:
                     return f"{name} does not match its digest"
         except FileNotFoundError:
             return f"{path.name} is missing"
-        except OSError as error:  # it may be whole: it is for people to fix the disk
-            raise SwapError(
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.EINVAL, errno.ELOOP):
+                return f"{path.name} is no file"
+            raise SwapError(  # it may be whole: it is for people to fix the disk
                 f"{path} cannot be read ({error.strerror}): check the disk, then `dvc repro` again"
             ) from None
         except SwapError:
@@ -161,7 +173,7 @@ def _link(source: Path, target: Path) -> None:
 def _digest(path: Path) -> str:
     """Of a whole file: finds damage, at the speed of memory."""
     digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         while piece := file.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from swap_pipeline.errors import printable
 from swap_pipeline.runtime.environment import is_debugging
@@ -69,3 +71,27 @@ def open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+class _Outliving(io.FileIO):
+    """A standard stream whose reader may leave, or whose disk may fill up: what is then written goes nowhere."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)
+
+
+def outlive_readers() -> None:
+    """Hours of training do not end because what is printed cannot be (`| head`, a closed window, a full disk)."""
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        raw = _Outliving(old.fileno(), "w", closefd=False)
+        new = io.TextIOWrapper(
+            io.BufferedWriter(raw), old.encoding, "backslashreplace", line_buffering=old.line_buffering
+        )
+        setattr(sys, name, new)

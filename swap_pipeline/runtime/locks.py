@@ -12,7 +12,7 @@ from swap_pipeline.errors import SwapError
 
 
 class Lock:
-    """An exclusive lock on a file, released by the kernel when the process ends, however it ends.
+    """A lock on a file, released by the kernel when the process ends, however it ends.
 
     The file is opened only if it is a plain one with this one name: what a link leads to is somebody else's.
     """
@@ -21,11 +21,12 @@ class Lock:
         self.path = path
         self._handle: int | None = None
 
-    def try_acquire(self) -> bool:
+    def try_acquire(self, *, shared: bool = False) -> bool:
+        """Have it alone or, `shared`, beside others that share it too."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = self._open(os.O_RDWR | os.O_CREAT)
         try:
-            if not self._try_flock(handle, fcntl.LOCK_EX) or not self._is_of(handle):
+            if not self._try_flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) or not self._is_of(handle):
                 return False  # not ours, or the folder was removed between the two calls: `swap clean`
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)

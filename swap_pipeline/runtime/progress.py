@@ -1,11 +1,17 @@
-"""How far a job has come, as its main rank tells it: a small file, and a line at each epoch."""
+"""How far a job has come, as its main rank reports it: a small file, a line at each epoch, events for TensorBoard."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
+from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+from swap_pipeline.runtime.environment import project_folder, writes_tensorboard
 from swap_pipeline.storage.files import atomic_write
 
 PROGRESS_FILE = "progress.json"
@@ -21,6 +27,8 @@ class Reporter:
         self._is_main = is_main
         self._next = 0.0
         self._line = ""
+        self._writes_events = writes_tensorboard() and self._path is not None
+        self._events: Any = None
 
     def step(self, epoch: int, step: int, steps: int) -> None:
         """Called at every step; writes about twice a second."""
@@ -37,6 +45,23 @@ class Reporter:
         if self._path is not None:
             self._write(amount)
 
+    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Write the floating-point numbers among these as TensorBoard events, if SWAP_TENSORBOARD asks for it."""
+        if not self._writes_events:
+            return
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            experiment = os.environ.get("DVC_EXP_NAME") or "workspace"
+            folder = project_folder() / "tensorboard" / experiment / self._name.replace(" ", "_")
+            if step == 1:  # of an earlier run
+                shutil.rmtree(folder, ignore_errors=True)
+            self._events = SummaryWriter(str(folder), purge_step=step)
+        for name, value in numbers.items():
+            if isinstance(value, float):
+                self._events.add_scalar(name, value, step)
+        self._events.flush()
+
     def _write(self, amount: float) -> None:
         assert self._path is not None
         self._next = time.monotonic() + 0.5
@@ -44,14 +69,9 @@ class Reporter:
             file.write(json.dumps({"amount": amount, "total": self._total, "line": self._line}).encode())
 
 
-def roughly(seconds: float) -> str:
-    """For people, and not more exact than an estimate is."""
-    if seconds < 60:
-        return f"{max(1, round(seconds))} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 def time_left(began: float, done: int, total: int) -> str:
-    """For the end of a line of progress, where all parts take about as long; `began` is by time.monotonic()."""
-    return f", about {roughly((time.monotonic() - began) / done * (total - done))} left" if done < total else ""
+    """`, about 0:02:30 left`, where all parts take about as long; `began` is by time.monotonic()."""
+    if done >= total:
+        return ""
+    seconds = round((time.monotonic() - began) / done * (total - done))
+    return f", about {timedelta(seconds=seconds)} left"

@@ -10,11 +10,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from swap_pipeline.config.instances import Instance
 from swap_pipeline.errors import SwapError
-from swap_pipeline.runtime.environment import JOB, device_type
+from swap_pipeline.runtime.environment import JOB, RESULT_NAME
+from swap_pipeline.runtime.gpus import device_type_of_rank
 from swap_pipeline.runtime.job_folder import JobFolder, job_folder
 from swap_pipeline.runtime.stop_request import STOPPABLE
 
@@ -46,7 +48,7 @@ def job_of_rank(instance: Instance) -> JobFolder:
         raise SwapError(f"{instance.name}: {meant} ranks were meant to start, but they are {found}: they did not meet")
     import torch
 
-    device = device_type(has_gpu=torch.cuda.is_available())
+    device = device_type_of_rank()
     # On another machine than the launcher's, files may be seen late as they are now.
     deadline = time.monotonic() + (_LAG_SECONDS if STOPPABLE in os.environ else 0)
     while True:
@@ -59,8 +61,9 @@ def job_of_rank(instance: Instance) -> JobFolder:
             )
             if JOB not in os.environ:
                 return folder
-            if Path(os.environ[JOB]).name == folder.path.name:
-                return JobFolder(Path(os.environ[JOB]), folder.inputs)
+            path = Path(os.environ[JOB])
+            if (path.name, os.environ.get(RESULT_NAME)) == (folder.path.name, folder.result_name):
+                return replace(folder, path=path)
             raise SwapError(
                 f"{instance.name}: params.yaml or a dependency changed after the start: run `dvc repro` again"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import signal
 import sys
@@ -13,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from swap_pipeline.errors import NEW_LINES, DamagedFileError, SwapError, printable
-from swap_pipeline.runtime.dvc_cache import distrust
 from swap_pipeline.runtime.environment import JOB, is_debugging, timeout_minutes
-from swap_pipeline.runtime.last_resort import HANDLED, line_of, open_closed_streams, remedy_of, report
+from swap_pipeline.runtime.last_resort import HANDLED, line_of, open_closed_streams, outlive_readers, remedy_of, report
 from swap_pipeline.runtime.rank import (
     LOST,
     STOPPED,
@@ -63,6 +63,19 @@ def is_orphan() -> bool:
     return os.getppid() != _STARTED_BY
 
 
+def dvc_started() -> float | None:
+    """When the `dvc` that runs this stage was started; None if it was started by hand."""
+    import psutil
+
+    try:
+        for process in psutil.Process().parents():
+            if any(Path(part).name == "dvc" for part in process.cmdline()[:3]):
+                return float(process.create_time())
+    except psutil.Error:  # it has just ended, or belongs to another user
+        pass
+    return None
+
+
 def collects() -> bool:
     """Whether this process puts the result in its place: the launcher, or the main rank of torchrun by hand.
 
@@ -79,6 +92,7 @@ def collects() -> bool:
 def run_stage(main: Callable[[], Any]) -> None:
     """Call a stage's click command; what the user can fix ends in one line and exit code 1."""
     open_closed_streams()
+    outlive_readers()
     if is_rank():
         die_with_parent()
     try:
@@ -94,11 +108,11 @@ def run_stage(main: Callable[[], Any]) -> None:
             main()
     except SwapError as error:
         if isinstance(error, DamagedFileError):
-            distrust(error.path)
+            _distrust(error.path)
         _fail(str(error))
     except Interrupted as interrupted:
         if not interrupted.is_told:
-            print("interrupted: `dvc repro` goes on from here", flush=True)
+            print("interrupted: `dvc repro` resumes from here", flush=True)
         sys.exit(128 + interrupted.number)
     except Stopped:
         leave_for_launcher("asked to end, state kept", kind=STOPPED)  # exit code 0: torchrun takes others for failures
@@ -109,6 +123,29 @@ def run_stage(main: Callable[[], Any]) -> None:
             report(error, doing=Path(sys.argv[0]).stem)
             sys.exit(1)
         raise
+
+
+def _distrust(damaged: Path) -> None:
+    """Have DVC read those objects in its cache that are the same as a damaged file before it gives them out again.
+
+    DVC takes an object that is read-only for whole, unread. Where its cache links files (`cache.type`) the damaged file
+    is such an object, and else it may be a copy of one: to delete it and run `dvc repro` would bring it back. A
+    writable object that was just touched is hashed, and removed by DVC if it does not match its name.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        with Repo() as repo:
+            objects = Path(repo.cache.local.path)
+        size = damaged.stat().st_size
+    except (DvcException, OSError):  # there is no DVC project, or no such file any more
+        return
+    for path in objects.glob("??/*"):
+        with contextlib.suppress(OSError):  # another user's
+            if path.stat().st_size == size and filecmp.cmp(path, damaged, shallow=False):
+                path.chmod(0o644)
+                os.utime(path)
 
 
 def _fail(message: str) -> None:

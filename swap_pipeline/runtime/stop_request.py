@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from swap_pipeline.runtime.environment import JOB
-
 STOPPABLE = "SWAP_STOPPABLE"
 """set where somebody starts the job again by himself; elsewhere, a signal ends it at once"""
 STOP_FILE = "stop"
@@ -30,8 +28,7 @@ class StopRequest:
 
     def __init__(self, folder: Path, *, of_main: Callable[[int], int]) -> None:
         """`of_main` gives all ranks the main rank's number."""
-        # SWA's snapshots are in a folder of their own, within that of the job.
-        self._path = Path(os.environ.get(JOB, folder)) / STOP_FILE
+        self._path = folder / STOP_FILE
         self._of_main = of_main
         self._is_possible = STOPPABLE in os.environ
         self._was_signalled = False

@@ -52,7 +52,7 @@ def said_of(file: str | Path) -> Iterator[None]:
 
 
 def import_function(name: str) -> Callable[..., Any]:
-    """The function that makes the network; whatever can be wrong with it is told in one line."""
+    """The function that makes the network; whatever is wrong with it is reported in one line."""
     module_name, function_name = _split(name)
     if _find(module_name) is None:
         raise SwapError(_no_module(name, module_name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import shutil
@@ -42,7 +43,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def open_plain(path: Path) -> BinaryIO:
+def open_plain(path: Path) -> io.BufferedReader:
     """Open a file to read from. What may never end, or never begin, is an `OSError`: pipes, devices, sockets."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer does not wait
     mode = os.fstat(handle).st_mode
@@ -51,7 +52,7 @@ def open_plain(path: Path) -> BinaryIO:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
-    return os.fdopen(handle, "rb")
+    return io.BufferedReader(io.FileIO(handle))
 
 
 def read_plain(path: Path, *, max_bytes: int = 1 << 31) -> bytes:
@@ -107,7 +108,7 @@ def copy_file(source: Path, target: Path) -> None:
 
     Not forced to disk: the source is, and a copy that a power cut tears fails its digests.
     """
-    with source.open("rb", buffering=0) as given, atomic_write(target, durable=False) as taken:
+    with open_plain(source) as given, atomic_write(target, durable=False) as taken:
         left = os.fstat(given.fileno()).st_size
         with contextlib.suppress(AttributeError, OSError):  # not everywhere, nor between all file systems
             while left and (count := os.copy_file_range(given.fileno(), taken.fileno(), left)):

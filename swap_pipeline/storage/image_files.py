@@ -6,6 +6,7 @@ Without torch, so that the processes that only decode start quickly.
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from swap_pipeline.storage.files import open_plain, read_plain
 
 # Whatever a file is called, nothing else is tried on it: for EPS, say, Pillow would start another program.
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+# What is wrong with a file is said in one line of ours, if it cannot be read; Pillow's further remarks are no help.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 _GREY = ("1", "L", "LA", "I")  # and all that begin with I;16
 
 

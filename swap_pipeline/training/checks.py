@@ -44,6 +44,11 @@ def check_run(run: Run, data: TrainingData, group: Group) -> None:
                 f"images: lower it"
             )
         check_augment(data.augment, data.train.image_shape(run.view(epoch))[1:])
+    if run.leaving.stop == "fork" and (run.leaving.fork_batch_size or 0) > len(data.train):
+        raise SwapError(
+            f"params.yaml: phase1.fork_batch_size is {run.leaving.fork_batch_size}, more than the {len(data.train)} "
+            f"training images: lower it"
+        )
 
 
 def try_out(network: nn.Module, run: Run, data: TrainingData, *, precision: Precision, group: Group) -> None:
@@ -68,7 +73,7 @@ def try_out(network: nn.Module, run: Run, data: TrainingData, *, precision: Prec
 def _is_of_gpu(error: Exception) -> bool:
     """Whether CUDA or one of its libraries failed."""
     words = ("CUDA error", "CUDA driver", "CUBLAS_STATUS", "CUDNN_STATUS", "cuDNN error", "cuFFT error", "HIP error")
-    return isinstance(error, torch.AcceleratorError) or any(word in str(error) for word in words)
+    return any(word in str(error) for word in words)
 
 
 def _misfit(error: Exception, shape: tuple[int, ...]) -> SwapError:

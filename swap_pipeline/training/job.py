@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -13,14 +15,18 @@ from typing import Any
 from torch import nn
 
 from swap_pipeline.config.common_params import Setting
-from swap_pipeline.config.params import Compute, Optimizer, Schedule
+from swap_pipeline.config.instances import worker as instance_of_worker
+from swap_pipeline.config.params import Compute, Leaving, Optimizer, Phase2, Precision, Schedule
 from swap_pipeline.config.schedules import by_epoch, learning_rate_of
+from swap_pipeline.config.seeds import derive_seed
 from swap_pipeline.data.prepared import View
 from swap_pipeline.engine.distributed import Group
-from swap_pipeline.engine.opening import open_data, view_of_checkpoint
+from swap_pipeline.engine.evaluation import final_scores
+from swap_pipeline.engine.opening import PreparedData, open_data, view_of_checkpoint
 from swap_pipeline.engine.results import describe_model, write_result
 from swap_pipeline.errors import SwapError
 from swap_pipeline.models.networks import describe_network, load_pretrained, new_network
+from swap_pipeline.runtime.environment import num_kept_epochs
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.progress import Reporter
 from swap_pipeline.runtime.rank import UNEXPECTED
@@ -29,8 +35,8 @@ from swap_pipeline.storage.weights import load_weights
 from swap_pipeline.training.checks import check_view
 from swap_pipeline.training.keeping import Keeping
 from swap_pipeline.training.loop import train
-from swap_pipeline.training.run import Run, TrainingData, as_prepared
-from swap_pipeline.training.snapshots import drop_snapshots, epoch_of_newest_snapshot
+from swap_pipeline.training.run import Record, Run, TrainingData, as_prepared
+from swap_pipeline.training.snapshots import drop_snapshots, epoch_of_newest_snapshot, spacing
 
 
 def make_run(
@@ -42,7 +48,7 @@ def make_run(
     epochs: int,
     cycles: int = 1,
     first_epoch: int = 0,
-    stop_accuracy: float = 100.0,
+    leaving: Leaving = Leaving(),  # noqa: B008
     chance: str = "",
 ) -> Run:
     """A section of `params.yaml` as a run of the loop."""
@@ -56,8 +62,21 @@ def make_run(
         shards=given.shards,
         ema_decay=given.ema_decay,
         view=_view_of(given, first_epoch),
-        stop_accuracy=stop_accuracy,
+        leaving=leaving,
         chance=chance,
+    )
+
+
+def run_of_worker(phase: Phase2, *, worker: int, seed: int) -> Run:
+    """Phase 2 of the worker with this seed of `workers.seeds`."""
+    return make_run(
+        phase,
+        name=instance_of_worker(worker).name,
+        section="phase2",
+        seed=derive_seed("phase2", seed, worker),
+        epochs=phase.epochs,
+        cycles=phase.cycles,
+        first_epoch=phase.first_epoch,
     )
 
 
@@ -91,54 +110,105 @@ def run_training_job(
     group: Group,
     folder: JobFolder,
     keep: Mapping[int, str] = MappingProxyType({}),
+    averaged: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
     """Be one rank of a training job that starts from a seed's weights or from a checkpoint's.
 
-    `keep` names the models to keep on the way, by epoch.
+    `keep` names the models to keep on the way, by epoch; of these, `averaged` go into the average beside the last.
     """
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
             return
         began = time.time()
-        meta, train_images, test_images = open_data(setting, group)
-        check_view(run, meta)
-        description = describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes))
+        data = open_data(setting, group)
+        check_view(run, data.meta)
+        description = describe_network(setting.model, channels=data.meta.channels, num_classes=data.num_classes)
         network = _network_at(start, description, pretrained=setting.model.pretrained)
-        if isinstance(start, Path) and run.epochs == 0:
-            run = _as_it_came(run, start)
+        run = _as_it_came(run, start)
         folder.check_inputs()
         if group.is_main:
             _repeat_what_was_lost(folder, keep, header)
         group.wait()
 
-        def info_after(epoch: int) -> dict[str, Any]:
-            view = run.view(max(0, epoch - 1))
-            shape, test_crop = train_images.image_shape(view), setting.augment.test_crop
-            about = describe_model(description, meta, image_shape=shape, view=view, test_crop=test_crop)
-            return {**about, **header, **({"ema_decay": run.ema_decay} if run.ema_decay else {})}
+        info_after = functools.partial(_info_after, run, data, setting, description, header)
 
         def keep_model(epoch: int, network: nn.Module) -> None:
             if epoch in keep:
                 write_tensors(folder.kept / keep[epoch], network.state_dict(), {**info_after(epoch), "epoch": epoch})
 
-        reporter = Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main)
+        keeping = Keeping(
+            snapshots=folder.path,
+            reporter=Reporter(name=run.name, total=run.epochs, folder=folder.path, is_main=group.is_main),
+            stays=_epochs_that_stay(run, folder),
+            held_out=data.held_out_name,
+            at_epoch_end=keep_model,
+        )
         with _explained(setting.compute):
+            learned = _training_data(data, setting)
             record = train(
-                run,
-                network,
-                TrainingData(
-                    train=train_images, test=test_images, augment=setting.augment, num_classes=len(meta.classes)
-                ),
-                optimizer=optimizer,
-                compute=setting.compute,
-                group=group,
-                keeping=Keeping(snapshots=folder.path, reporter=reporter, at_epoch_end=keep_model),
+                run, network, learned, optimizer=optimizer, compute=setting.compute, group=group, keeping=keeping
             )
+        past = {epoch: folder.kept / name for epoch, name in averaged.items()}
+        models = _scores_of_models(network, record, past, run, data, precision=setting.compute.precision, group=group)
         if group.is_main:
             kept = _all_kept(folder, keep, header, epochs=len(record.curve))
-            about = {**record.as_json(), **group.as_json(), "ran": [began, time.time()]}
+            measured = {"split": data.held_out_name, "models": models}
+            about = {**record.as_json(), **models[-1], **measured, **group.as_json(), "ran": [began, time.time()]}
             write_result(folder, network, info_after(len(record.curve)), about, kept=kept)
-            drop_snapshots(folder.path)
+            if not folder.has_course:
+                drop_snapshots(folder.path)
+
+
+def _info_after(
+    run: Run,
+    data: PreparedData,
+    setting: Setting,
+    description: Mapping[str, Any],
+    header: Mapping[str, Any],
+    epoch: int,
+) -> dict[str, Any]:
+    """The header of the run's model after so many epochs."""
+    view = run.view(max(0, epoch - 1))
+    shape, test_crop = data.train.image_shape(view), setting.augment.test_crop
+    about = describe_model(description, data.meta, image_shape=shape, view=view, test_crop=test_crop)
+    return {**about, **header, **({"ema_decay": run.ema_decay} if run.ema_decay else {})}
+
+
+def _training_data(data: PreparedData, setting: Setting) -> TrainingData:
+    return TrainingData(train=data.train, held_out=data.held_out, augment=setting.augment, num_classes=data.num_classes)
+
+
+def _epochs_that_stay(run: Run, folder: JobFolder) -> Callable[[int], bool] | None:
+    """Evenly spaced ones of a course that may be left at other epochs."""
+    if not folder.has_course:
+        return None
+    every = spacing(epochs=run.epochs, at_most=num_kept_epochs())
+    return lambda epoch: epoch % every == 0
+
+
+def _scores_of_models(
+    network: nn.Module,
+    record: Record,
+    past: Mapping[int, Path],
+    run: Run,
+    data: PreparedData,
+    *,
+    precision: Precision,
+    group: Group,
+) -> list[dict[str, float]]:
+    """Of each model that goes into the average: those of `past` cycles by epoch, and last `network`, the result."""
+
+    def scores(model: nn.Module, epoch: int) -> dict[str, float]:
+        held_out, view = record.curve[epoch - 1].score if epoch else record.score, run.view(max(0, epoch - 1))
+        return final_scores(model, data, held_out, group=group, precision=precision, view=view)
+
+    found = []
+    if past:
+        model = copy.deepcopy(network)
+        for epoch, path in sorted(past.items()):
+            load_weights(model, path)
+            found.append(scores(model, epoch))
+    return [*found, scores(network, len(record.curve))]
 
 
 def _network_at(start: int | Path, description: Mapping[str, Any], *, pretrained: bool) -> nn.Module:
@@ -150,8 +220,10 @@ def _network_at(start: int | Path, description: Mapping[str, Any], *, pretrained
     return network
 
 
-def _as_it_came(run: Run, start: Path) -> Run:
-    """A run without epochs: the result is the start itself, and sees images as that did."""
+def _as_it_came(run: Run, start: int | Path) -> Run:
+    """Of a run without epochs, the result is the checkpoint it starts from, and sees images as that did."""
+    if isinstance(start, int) or run.epochs:
+        return run
     view = view_of_checkpoint(start)
     return replace(run, ema_decay=TensorFile(start).info.get("ema_decay"), view=lambda epoch: view)
 

@@ -6,9 +6,13 @@ the loop: `checks` before it, `parallel` for several ranks, `sgd` for the update
 
 from __future__ import annotations
 
+import copy
+import functools
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,16 +22,18 @@ from swap_pipeline.config.seeds import derive_seed
 from swap_pipeline.data.epochs import batch_share, draw_epoch, steps_per_epoch
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.engine.evaluation import Score, evaluate
-from swap_pipeline.engine.loss import num_hits, training_loss
+from swap_pipeline.engine.loss import Tally, training_loss
 from swap_pipeline.engine.out_of_memory import must_fit
 from swap_pipeline.engine.placement import seed_torch, set_up
 from swap_pipeline.engine.precision import Scaler, autocast
 from swap_pipeline.training.checks import check_run, try_out
 from swap_pipeline.training.keeping import Keeper, Keeping
+from swap_pipeline.training.leaving.forks import Forks
+from swap_pipeline.training.leaving.rules import Exit, exit_now, lacks_test
 from swap_pipeline.training.moving_mean import MovingMean
 from swap_pipeline.training.parallel import wrapped
 from swap_pipeline.training.resuming import Begun, State, resume
-from swap_pipeline.training.run import Epoch, Record, Run, TrainingData, reason_to_stop
+from swap_pipeline.training.run import Epoch, Record, Run, TrainingData
 from swap_pipeline.training.sgd import FiniteGuard, Sgd
 from swap_pipeline.training.shards import Shards
 
@@ -49,30 +55,62 @@ def train(
     set_up(network, compute, group)
     try_out(network, run, data, precision=compute.precision, group=group)
     learner = _Learner(run, network, data, optimizer=optimizer, compute=compute, group=group)
-    curve, begun = resume(
+    forks = _forks(run, data, keeping.snapshots, optimizer=optimizer, compute=compute, group=group)
+    take_up = functools.partial(
+        resume,
         run,
         learner.state,
         keeping.snapshots,
         num_images=len(data.train),
         deterministic=compute.deterministic,
     )
-    keeper = Keeper(keeping, run, learner.state, curve, begun)
+    curve, begun = take_up(tests=forks.tests) or ([], Begun.new(group))
 
     def test(epoch: int) -> Score:
-        return evaluate(learner.result, data.test, group=group, precision=compute.precision, view=run.view(epoch))
+        return evaluate(learner.result, data.held_out, group=group, precision=compute.precision, view=run.view(epoch))
 
-    while not (finished := reason_to_stop(run, curve)):  # phase 1: while training accuracy ≤ τ
-        epoch = len(curve)
-        done = learner.epoch(_Steps(run, epoch, data, compute=compute, group=group), begun, keeper.after_step)
-        if isinstance(done, Begun):
-            keeper.end_within_epoch(done)
-        curve.append(done.tested(epoch + 1, test(epoch)))
-        keeper.after_epoch(learner.result)
-        begun = Begun.new(group)
+    def end_now(keeper: Keeper) -> Exit | None:
+        nonlocal begun
+        while lacks_test(run, len(curve), forks.tests):
+            keeping.reporter.done(len(curve), str(forks.test(len(curve), learner.result_to_train())))
+            keeper.settle()
+            if later := take_up(tests=forks.tests, after=len(curve)):  # of a course that was left by another rule
+                curve[:], begun = later
+        return exit_now(run, curve, forks.tests)
+
+    with Keeper(keeping, run, learner.state, curve, begun, num_images=len(data.train)) as keeper:
+        while (end := end_now(keeper)) is None:  # phase 1: while training accuracy ≤ τ
+            epoch = len(curve)
+            done = learner.epoch(_Steps(run, epoch, data, compute=compute, group=group), begun, keeper.after_step)
+            if isinstance(done, Begun):
+                keeper.end_within_epoch(done)
+            curve.append(done.tested(epoch + 1, test(epoch)))
+            keeper.after_epoch(learner.result)
+            begun = Begun.new(group)
 
     if learner.result is not network:
         network.load_state_dict(learner.result.state_dict())
-    return Record(curve=tuple(curve), stopped_by=finished, score=curve[-1].score if curve else test(0))
+    return Record(
+        curve=tuple(curve),
+        stopped_by=end.by,
+        left=end.after(len(curve)),
+        score=curve[-1].score if curve else test(0),
+        forks=tuple(asdict(test) for test in forks.tests if test.epoch <= len(curve)),
+    )
+
+
+def _forks(
+    run: Run, data: TrainingData, folder: Path, *, optimizer: Optimizer, compute: Compute, group: Group
+) -> Forks:
+    """Their steps are the loop's own, each fork on one rank."""
+    alone, compute = replace(group, rank=0, world_size=1), replace(compute, compile=False)
+
+    def refine(fork: Run, network: nn.Module) -> None:
+        learner = _Learner(fork, network, data, optimizer=optimizer, compute=compute, group=alone)
+        steps = _Steps(fork, 0, data, compute=compute, group=alone)
+        learner.epoch(steps, Begun.new(alone), lambda epoch, step, num_steps: False)
+
+    return Forks(run, data, folder, refine, precision=compute.precision, group=group)
 
 
 class _Steps:
@@ -80,7 +118,7 @@ class _Steps:
 
     def __init__(self, run: Run, epoch: int, data: TrainingData, *, compute: Compute, group: Group) -> None:
         self.epoch, self.batch_size = epoch, run.batch_size(epoch)
-        self.count = steps_per_epoch(len(data.train), self.batch_size)
+        self.count = min(steps_per_epoch(len(data.train), self.batch_size), run.max_steps or sys.maxsize)
         self._run, self._data, self._view = run, data, run.view(epoch)
         self._compute, self._group = compute, group
 
@@ -117,9 +155,7 @@ class _Trained:
     seconds: float
 
     def tested(self, epoch: int, score: Score) -> Epoch:
-        return Epoch(
-            epoch=epoch, test_loss=score.loss, test_accuracy=score.accuracy, test_top5=score.top5, **asdict(self)
-        )
+        return Epoch(epoch=epoch, **asdict(score), **asdict(self))
 
 
 class _Learner:
@@ -129,8 +165,9 @@ class _Learner:
         self, run: Run, network: nn.Module, data: TrainingData, *, optimizer: Optimizer, compute: Compute, group: Group
     ) -> None:
         self._run, self._network, self._group = run, network, group
-        self._precision, self._label_smoothing = compute.precision, optimizer.label_smoothing
+        self._label_smoothing = optimizer.label_smoothing
         self._scaler = Scaler(compute.precision, group.device)
+        self._in_precision = autocast(self._scaler.precision, group.device)
         self._sgd = Sgd(network, optimizer, self._scaler)
         self._shards = Shards(network, run.shards, group)
         self._mean = None if run.ema_decay is None else MovingMean(network, run.ema_decay)
@@ -144,10 +181,16 @@ class _Learner:
         """The network to test and keep: the one that is trained, or the mean of its weights."""
         return self._network if self._mean is None else self._mean.network
 
+    def result_to_train(self) -> nn.Module:
+        """A copy, to go on from as phase 2 does."""
+        network = copy.deepcopy(self._network)
+        network.load_state_dict(self.result.state_dict())
+        return network
+
     def epoch(self, steps: _Steps, begun: Begun, after_step: Callable[[int, int, int], bool]) -> _Trained | Begun:
         """Train for the rest of an epoch, or until `after_step` says to end; then returns how far it has come."""
         self._group.finish_queued_work()
-        began, sums = time.perf_counter() - begun.seconds, begun.sums
+        began, tally = time.perf_counter() - begun.seconds, Tally(begun.sums)
         self._network.train()
         too_much = must_fit(
             f"{self._run.name}: {steps.batch_size // self._run.shards} images at a time on each device",
@@ -156,13 +199,13 @@ class _Learner:
         with too_much:
             batches = steps.batches(self._shards.numbers, first=begun.step)
             for step in range(begun.step, steps.count):
-                self._step(steps, step, batches, sums)
+                self._step(steps, step, batches, tally)
                 if after_step(steps.epoch, step, steps.count):
                     self._guard.check()
                     self._group.finish_queued_work()
-                    return Begun(step=step + 1, sums=sums, seconds=time.perf_counter() - began)
+                    return Begun(step=step + 1, sums=tally.sums(), seconds=time.perf_counter() - began)
         self._guard.check()
-        loss_sum, hits = self._group.sum(sums).tolist()
+        loss_sum, hits = self._group.sum(tally.sums()).tolist()
         self._guard.check_loss(steps.epoch, loss_sum)
         seconds = time.perf_counter() - began
         self._shards.mean_over_all()
@@ -176,31 +219,29 @@ class _Learner:
             seconds=seconds,
         )
 
-    def _step(self, steps: _Steps, step: int, batches: Iterator[_Batch], sums: torch.Tensor) -> None:
+    def _step(self, steps: _Steps, step: int, batches: Iterator[_Batch], tally: Tally) -> None:
         """The body of Algorithm 1's loops: η, g and θ are the paper's."""
         rate = steps.learning_rate(step)  # η ← LR(t)
         self._sgd.zero_grad()
         *others, last = self._shards.numbers
         for shard in others:  # g of this rank's shards; the ranks exchange theirs with the last one
             with self._forward.without_exchange():
-                self._add_gradient(steps.epoch, step, shard, next(batches), sums)
-        self._add_gradient(steps.epoch, step, last, next(batches), sums)
+                self._add_gradient(steps.epoch, step, shard, next(batches), tally)
+        self._add_gradient(steps.epoch, step, last, next(batches), tally)
         is_bad = self._guard.look(steps.epoch, step, self._sgd.gradients())
         self._sgd.step(rate, skip_if=is_bad)  # θ ← θ + SGDUpdate(η, g)
         if self._mean is not None:
             self._shards.mean_here()
             self._mean.update()
 
-    def _add_gradient(self, epoch: int, step: int, shard: int, batch: _Batch, sums: torch.Tensor) -> None:
+    def _add_gradient(self, epoch: int, step: int, shard: int, batch: _Batch, tally: Tally) -> None:
         """Forward and backward pass of one shard; its share of the mean gradient is added to what is there."""
         images, labels = batch
         # For dropout and the like: a function of the step, never of how often the process was started.
         seed_torch(derive_seed("step", self._run.seed, epoch, step, shard), self._group.device)
-        with self._shards.as_in(shard), autocast(self._precision, self._group.device):
+        with self._shards.as_in(shard), self._in_precision:
             logits = self._forward.logits(images)
             loss = training_loss(logits, labels, label_smoothing=self._label_smoothing)
         here = len(self._shards.numbers)
         self._scaler.scale(loss / here if here > 1 else loss).backward()
-        with torch.no_grad():
-            sums[0] += loss.detach() * len(labels)
-            sums[1] += num_hits(logits, labels)
+        tally.add(loss, logits, labels)

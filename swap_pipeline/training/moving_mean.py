@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from swap_pipeline.engine.distributed import Group
-from swap_pipeline.training.shards import mean_over_ranks
+from swap_pipeline.training.shards import copy_all, mean_over_ranks
 
 
 class MovingMean:
@@ -34,7 +34,7 @@ class MovingMean:
     def update(self) -> None:
         own, followed = [list(tensors) for tensors in zip(*self._real, strict=True)]
         if self.steps == 0:
-            torch._foreach_copy_(own, followed)
+            copy_all(followed, to=own)
         else:
             self._average(own, followed, self.steps)
         self.steps += 1

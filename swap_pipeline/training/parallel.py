@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,7 +33,13 @@ class Forward:
     """a block whose gradients stay on their rank; in any other, a backward pass leaves their mean over all ranks"""
 
 
-def wrapped(network: nn.Module, image_shape: tuple[int, ...], *, compiled: bool, group: Group) -> Forward:
+def wrapped(
+    network: nn.Module,
+    image_shape: tuple[int, ...],
+    *,
+    compiled: bool | Literal["reduce-overhead"],
+    group: Group,
+) -> Forward:
     """One static graph for each image size, so that a resumed run computes like one that was never stopped."""
     logits: Callable[[torch.Tensor], torch.Tensor] = network
     without_exchange: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
@@ -41,7 +47,7 @@ def wrapped(network: nn.Module, image_shape: tuple[int, ...], *, compiled: bool,
         parallel = _parallel(network, image_shape, group)
         logits, without_exchange = parallel, parallel.no_sync
     if compiled:
-        logits = torch.compile(logits, dynamic=False)
+        logits = torch.compile(logits, dynamic=False, mode=None if compiled is True else compiled)
     return Forward(logits=logits, without_exchange=without_exchange)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from torch import nn
 from swap_pipeline.data.epochs import steps_per_epoch
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.errors import SwapError, printable, shown
+from swap_pipeline.training.leaving.rules import ForkTest, first_end
 from swap_pipeline.training.moving_mean import MovingMean
 from swap_pipeline.training.run import Epoch, Run
 from swap_pipeline.training.sgd import Sgd
 from swap_pipeline.training.shards import Shards
-from swap_pipeline.training.snapshots import drop_snapshots, read_snapshot, write_snapshot
+from swap_pipeline.training.snapshots import SnapshotWriter, drop_snapshots, read_snapshot
 
 _Snapshot = tuple[dict[str, torch.Tensor], dict[str, Any]]
 _PAUSE_SECONDS, _PAUSES = 5, 12
@@ -93,7 +94,7 @@ class State:
                 buffer.copy_(parts["mean_ranks"][name][self.group.rank])
 
 
-def keep(run: Run, folder: Path, state: State, curve: list[Epoch], begun: Begun | None = None) -> None:
+def keep(run: Run, writer: SnapshotWriter, state: State, curve: list[Epoch], begun: Begun | None = None) -> None:
     """Leave a snapshot, at the end of an epoch or, where some of the next has `begun`, in the middle of that."""
     tensors = state.tensors()
     info: dict[str, Any] = {
@@ -109,7 +110,7 @@ def keep(run: Run, folder: Path, state: State, curve: list[Epoch], begun: Begun 
         tensors |= state.tensors_within_epoch(begun)
         info["begun"] = {"step": begun.step, "seconds": begun.seconds}
     if state.group.is_main:
-        write_snapshot(folder, len(curve), tensors, info, step=begun.step if begun else 0)
+        writer.write(len(curve), tensors, info, step=begun.step if begun else 0)
 
 
 def _misfit(
@@ -127,7 +128,7 @@ def _misfit(
     curve, names = info.get("curve"), Epoch.__dataclass_fields__.keys()
     if not isinstance(curve, list) or not (curve or "begun" in info) or not all(isinstance(row, dict) for row in curve):
         return "it has no curve"
-    numbers = [value for row in curve for key, value in row.items() if (key, value) != ("test_top5", None)]
+    numbers = [value for row in curve for key, value in row.items() if (key, value) != ("top5", None)]
     if any(row.keys() != names for row in curve) or any(type(value) not in (int, float) for value in numbers):
         return "its curve has another form"
     if [row["epoch"] for row in curve] != list(range(1, len(curve) + 1)) or len(curve) > run.epochs:
@@ -164,12 +165,23 @@ def _other_setting(state: State, info: Mapping[str, Any], *, deterministic: bool
     return ""
 
 
-def _read_alike(folder: Path, misfit: Callable[..., str], group: Group) -> _Snapshot | None:
+def _read_before_end(
+    run: Run, folder: Path, misfit: Callable[..., str], tests: Sequence[ForkTest], after: int
+) -> _Snapshot | None:
+    """The newest snapshot of a course, or where that goes on beyond the run's end, the newest one before or at it."""
+    found = read_snapshot(folder, misfit, after=after)
+    if found is None:
+        return None
+    end = first_end(run, [Epoch(**row) for row in found[1]["curve"]], tests)
+    return found if end is None else read_snapshot(folder, misfit, not_after=end, after=after)
+
+
+def _read_alike(read: Callable[[], _Snapshot | None], folder: Path, group: Group) -> _Snapshot | None:
     """The newest snapshot, which has to be the same for all ranks: from different ones, they would average gradients
     of different weights. Every rank reads for itself, and on another machine may see a new file late."""
     for pause in (0, *[_PAUSE_SECONDS] * _PAUSES):
         time.sleep(pause)
-        found = read_snapshot(folder, misfit)
+        found = read()
         info: Mapping[str, Any] = found[1] if found else {"curve": ()}
         own = torch.tensor([len(info["curve"]), info.get("begun", {}).get("step", 0)], device=group.device)
         of_ranks = group.gather(own).tolist()
@@ -181,22 +193,33 @@ def _read_alike(folder: Path, misfit: Callable[..., str], group: Group) -> _Snap
     )
 
 
-def resume(run: Run, state: State, folder: Path, *, num_images: int, deterministic: bool) -> tuple[list[Epoch], Begun]:
-    """Take up the newest snapshot; returns the curve so far, and how far the epoch after it has come.
+def resume(
+    run: Run,
+    state: State,
+    folder: Path,
+    *,
+    num_images: int,
+    deterministic: bool,
+    tests: Sequence[ForkTest] = (),
+    after: int = -1,
+) -> tuple[list[Epoch], Begun] | None:
+    """Take up the newest snapshot, if there is one `after` so many epochs; returns the curve so far, and how far the
+    epoch after it has come.
 
     Not one of another precision, nor, where bytes have to be the same each time, of another kind of GPU.
     """
     group = state.group
-    found = _read_alike(folder, functools.partial(_misfit, run, state, num_images), group)
+    misfit = functools.partial(_misfit, run, state, num_images)
+    found = _read_alike(lambda: _read_before_end(run, folder, misfit, tests, after), folder, group)
     if found is None:
-        return [], Begun.new(group)
+        return None
     tensors, info = found
     if other := _other_setting(state, info, deterministic=deterministic):
         print(f"the snapshot was trained {other}: starting afresh", flush=True)
         group.wait()
         if group.is_main:
             drop_snapshots(folder)  # of later epochs than the first new ones, which would be taken for older
-        return [], Begun.new(group)
+        return None
     state.load(tensors, info)
     curve = [Epoch(**row) for row in info["curve"]]
     if "begun" not in info:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swap_pipeline.config.params import Augment
+from swap_pipeline.config.params import Augment, Leaving
 from swap_pipeline.data.images import Split
 from swap_pipeline.data.prepared import View
 from swap_pipeline.engine.evaluation import Score
@@ -29,6 +29,8 @@ class Run:
     batch_size: Callable[[float], int]
     """images per step over all ranks, by epoch: B₁ or B₂ of Algorithm 1"""
     epochs: int
+    max_steps: int | None = None
+    """of an epoch, where that has more"""
     learning_rate: Callable[[float], float]
     """of the fractional epoch at which a step begins: LR₁ or LR₂"""
     shards: int = 1
@@ -37,18 +39,19 @@ class Run:
     """the result is an exponential mean of the weights"""
     view: Callable[[float], View | None] = as_prepared
     """how images that are read from their files are seen, by epoch"""
-    stop_accuracy: float = 100.0
-    """τ in percent: the run ends with the first epoch whose training accuracy is above it"""
+    leaving: Leaving = Leaving()
+    """by which rule it ends before its last epoch; by default, by none"""
     chance: str = ""
     """for people, where the name does not tell it: which seed of `params.yaml` it is"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What a run learns from, and what it is tested on."""
+    """What a run learns from, and what its curve is measured on."""
 
     train: Split
-    test: Split
+    held_out: Split
+    """validation images, or test images where there are none"""
     augment: Augment
     num_classes: int
 
@@ -61,14 +64,15 @@ class Epoch:
     learning_rate: float
     train_loss: float
     train_accuracy: float
-    test_loss: float
-    test_accuracy: float
-    test_top5: float | None
+    loss: float
+    """of held-out images, as accuracy and top5"""
+    accuracy: float
+    top5: float | None
     seconds: float
 
     @property
     def score(self) -> Score:
-        return Score(loss=self.test_loss, accuracy=self.test_accuracy, top5=self.test_top5)
+        return Score(loss=self.loss, accuracy=self.accuracy, top5=self.top5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +81,21 @@ class Record:
 
     curve: tuple[Epoch, ...]
     stopped_by: str
-    """`accuracy` (τ was passed) or `epochs` (the maximum was reached)"""
+    """the rule that ended it: `accuracy` (τ was passed), …; or `epochs` (the maximum was reached)"""
+    left: str
+    """the same for people, with what it was decided by"""
     score: Score
-    """of the network that is the result"""
+    """of the network that is the result, on held-out images"""
+    forks: tuple[Mapping[str, float], ...] = ()
+    """what fork tests found"""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "curve": [asdict(row) for row in self.curve],
             "epochs": len(self.curve),
             "stopped_by": self.stopped_by,
+            "left": self.left,
             "train_accuracy": self.curve[-1].train_accuracy if self.curve else None,
-            **self.score.as_json(),
-            "seconds": sum(row.seconds for row in self.curve),
+            **({"forks": self.forks} if self.forks else {}),
+            "seconds": sum(row.seconds for row in self.curve) + sum(test["seconds"] for test in self.forks),
         }
-
-
-def reason_to_stop(run: Run, curve: Sequence[Epoch]) -> str:
-    """Why the run is over, or an empty string: Algorithm 1's `while training accuracy ≤ τ`."""
-    if curve and run.stop_accuracy < 100 and curve[-1].train_accuracy > run.stop_accuracy:
-        return "accuracy"
-    return "epochs" if len(curve) >= run.epochs else ""

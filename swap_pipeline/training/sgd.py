@@ -15,6 +15,9 @@ from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
 from swap_pipeline.training.run import Run
 
+# What torch.optim.SGD(fused=True) calls; where it is not there, that is called instead.
+_FUSED_STEP = getattr(torch, "_fused_sgd_", None)
+
 
 class Sgd:
     """SGD with what the loop needs of it: a rate a step, and a step that can be called off on the device.
@@ -28,15 +31,19 @@ class Sgd:
         self.scaler = scaler
         self._settings: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
         spared = _spared_from_decay(network, norms=not optimizer.decay_norms, biases=not optimizer.decay_biases)
-        # By weight decay, and by type: the fused step takes one at a time.
-        self._groups: dict[tuple[float, torch.dtype], list[nn.Parameter]] = {}
-        for name, parameter in self._named.items():
-            decay = 0.0 if name in spared else optimizer.weight_decay
-            self._groups.setdefault((decay, parameter.dtype), []).append(parameter)
         # Laid out like the parameters: the fused step walks both side by side. Left to torch, it would take them from
         # uninitialised memory if it is called off the first time.
-        with_momentum = self._named.values() if optimizer.momentum else ()
-        self._momentum = {parameter: torch.zeros_like(parameter) for parameter in with_momentum}
+        with_momentum = self._named.items() if optimizer.momentum else ()
+        self._momentum = {name: torch.zeros_like(parameter) for name, parameter in with_momentum}
+        # By weight decay, and by type: the fused step takes one at a time.
+        names: dict[tuple[float, torch.dtype], list[str]] = {}
+        for name, parameter in self._named.items():
+            decay = 0.0 if name in spared else optimizer.weight_decay
+            names.setdefault((decay, parameter.dtype), []).append(name)
+        self._groups = [
+            _Alike(decay, [self._named[name] for name in own], [self._momentum[name] for name in own if self._momentum])
+            for (decay, _), own in names.items()
+        ]
 
     def zero_grad(self) -> None:
         for parameter in self._named.values():
@@ -47,20 +54,23 @@ class Sgd:
 
     @torch.no_grad()
     def step(self, rate: float, *, skip_if: torch.Tensor) -> None:
-        self._lay_out_gradients()
-        if self.scaler.is_active:
-            for settings in self._sgd_for_scaler.param_groups:
+        moved = [group.moved() for group in self._groups]
+        if self.scaler.is_active or _FUSED_STEP is None:
+            for settings in self._sgd_of_torch.param_groups:
                 settings["lr"] = rate
-            self.scaler.step(self._sgd_for_scaler)
+            if self.scaler.is_active:
+                self.scaler.step(self._sgd_of_torch)
+            else:
+                self._sgd_of_torch.found_inf = skip_if
+                self._sgd_of_torch.step()
             return
-        for (decay, _), group in self._groups.items():
-            moved = [(parameter, parameter.grad) for parameter in group if parameter.grad is not None]
-            torch._fused_sgd_(
-                [parameter for parameter, _ in moved],
-                [gradient for _, gradient in moved],
-                [self._momentum[parameter] for parameter, _ in moved] if self._momentum else [],
+        for group, (parameters, gradients, momentum) in zip(self._groups, moved, strict=True):
+            _FUSED_STEP(
+                parameters,
+                gradients,
+                momentum,
                 lr=rate,
-                weight_decay=decay,
+                weight_decay=group.decay,
                 **self._settings,
                 dampening=0.0,
                 maximize=False,
@@ -69,29 +79,48 @@ class Sgd:
                 found_inf=skip_if,
             )
 
-    def _lay_out_gradients(self) -> None:
-        """Like their parameters, as the fused step takes them to be: on a GPU it refuses others, on a CPU it errs.
-
-        Autograd sees to it, but not where a dimension has size 1, nor for all compiled networks.
-        """
-        for parameter in self._named.values():
-            if (gradient := parameter.grad) is not None and gradient.stride() != parameter.stride():
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)
-
     @functools.cached_property
-    def _sgd_for_scaler(self) -> torch.optim.SGD:
-        groups = [{"params": group, "weight_decay": decay} for (decay, _), group in self._groups.items()]
+    def _sgd_of_torch(self) -> Any:
+        groups = [{"params": group.parameters, "weight_decay": group.decay} for group in self._groups]
         sgd = torch.optim.SGD(groups, lr=0.0, fused=True, **self._settings)
-        for parameter, buffer in self._momentum.items():
-            sgd.state[parameter]["momentum_buffer"] = buffer
+        for name, buffer in self._momentum.items():
+            sgd.state[self._named[name]]["momentum_buffer"] = buffer
         return sgd
 
     def momentum(self) -> dict[str, torch.Tensor]:
-        return {name: self._momentum[p] for name, p in self._named.items() if p in self._momentum}
+        return dict(self._momentum)
 
     def set_momentum(self, buffers: dict[str, torch.Tensor]) -> None:
         for name, buffer in buffers.items():
-            self._momentum[self._named[name]].copy_(buffer)
+            self._momentum[name].copy_(buffer)
+
+
+class _Alike:
+    """Parameters that one fused step moves."""
+
+    def __init__(self, decay: float, parameters: list[nn.Parameter], momentum: list[torch.Tensor]) -> None:
+        """`momentum` is empty, or has a buffer for each parameter."""
+        self.decay, self._momentum = decay, momentum
+        self.parameters: list[torch.Tensor] = [*parameters]
+        self._strides = [parameter.stride() for parameter in parameters]
+
+    def moved(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Those that have a gradient, their gradients, and their momentum."""
+        found = [parameter.grad for parameter in self.parameters]
+        gradients = [
+            g for g, stride in zip(found, self._strides, strict=True) if g is not None and g.stride() == stride
+        ]
+        if len(gradients) == len(found):  # all of them are as usual
+            return self.parameters, gradients, self._momentum
+        for parameter, stride in zip(self.parameters, self._strides, strict=True):
+            # On a GPU the fused step refuses gradients that are laid out otherwise than their parameter, on a CPU it
+            # errs. Autograd sees to it, but not where a dimension has size 1, nor for all compiled networks.
+            if (gradient := parameter.grad) is not None and gradient.stride() != stride:
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        having = [number for number, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        parameters = [self.parameters[number] for number in having]
+        momentum = [self._momentum[number] for number in having if self._momentum]
+        return parameters, [p.grad for p in parameters if p.grad is not None], momentum
 
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -106,6 +135,10 @@ def _spared_from_decay(network: nn.Module, *, norms: bool, biases: bool) -> set[
             if norms if is_norm else biases and name.endswith("bias"):
                 spared.add(f"{prefix}.{name}" if prefix else name)
     return spared
+
+
+# Gradient scaling's own, which divides by the scale and sets a flag to 1 if a value is NaN or Inf.
+_CHECK = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 
 
 class FiniteGuard:
@@ -123,12 +156,16 @@ class FiniteGuard:
         # Of each step since the last look 1.0 if its gradients were not finite; they stay on the device until then.
         self._flags = torch.zeros(1 if device.type == "cpu" else 50, device=device)
         self._steps: list[tuple[int, int]] = []
+        self._one = torch.ones((), device=device)
 
     def look(self, epoch: int, step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Remember whether the gradients of a step are finite; returns 1.0 where they are not."""
-        norm = nn.utils.get_total_norm(gradients)
         flag = self._flags[len(self._steps)]
-        flag.copy_((norm - norm).ne(0))  # Inf less itself is NaN
+        if _CHECK is not None:
+            _CHECK(gradients, flag, self._one)
+        else:  # with what torch documents, in several times the time
+            largest = nn.utils.get_total_norm(gradients, math.inf)
+            flag.copy_((largest - largest).ne(0))  # Inf less itself is NaN
         self._steps.append((epoch, step))
         if len(self._steps) == len(self._flags):
             self.check()
@@ -136,7 +173,10 @@ class FiniteGuard:
 
     def check(self) -> None:
         steps, self._steps = self._steps, []
-        for (epoch, step), is_bad in zip(steps, self._flags[: len(steps)].tolist(), strict=True):
+        flags = self._flags.tolist()
+        if any(flags):
+            self._flags = torch.zeros_like(self._flags)  # the old ones may not have been heeded yet
+        for (epoch, step), is_bad in zip(steps, flags, strict=False):
             self._on_end = self._on_end + 1 if is_bad else 0
             if self._on_end > self._tolerance:
                 raise self._error(f"loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; the step was")

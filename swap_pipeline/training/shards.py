@@ -33,7 +33,7 @@ class Shards:
     def start_from_network(self) -> None:
         """All shards have the statistics that the network has now."""
         for own in self._sets:
-            _copy(self._buffers, to=own)
+            copy_all(self._buffers, to=own)
 
     @contextlib.contextmanager
     def as_in(self, number: int) -> Iterator[None]:
@@ -42,9 +42,9 @@ class Shards:
             yield
             return
         own = self._sets[number - self.numbers.start]
-        _copy(own, to=self._buffers)
+        copy_all(own, to=self._buffers)
         yield
-        _copy(self._buffers, to=own)
+        copy_all(self._buffers, to=own)
 
     def mean_here(self) -> None:
         """Give the network the mean of the statistics of this rank's shards."""
@@ -86,7 +86,14 @@ def mean_over_ranks(tensors: Sequence[torch.Tensor], group: Group) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
+_COPY_ALL = getattr(torch, "_foreach_copy_", None)
+
+
 @torch.no_grad()
-def _copy(source: list[torch.Tensor], *, to: list[torch.Tensor]) -> None:
-    if source:
-        torch._foreach_copy_(to, source)
+def copy_all(source: list[torch.Tensor], *, to: list[torch.Tensor]) -> None:
+    """At once, where torch can."""
+    if _COPY_ALL is not None and source:
+        _COPY_ALL(to, source)
+        return
+    for tensor, target in zip(source, to, strict=True):
+        target.copy_(tensor)

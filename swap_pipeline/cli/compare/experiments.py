@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swap_pipeline.errors import SwapError
-from swap_pipeline.report.git import git
+from swap_pipeline.report.git import git, refusal
 from swap_pipeline.storage.files import parse_yaml
 
 _REF = re.compile(r"refs/exps/([0-9a-f]{2})/([0-9a-f]{38,62})/(.+)")
@@ -43,7 +43,8 @@ class Experiment(Ref):
 def head() -> str:
     commit = git("rev-parse", "--verify", "--quiet", "HEAD")
     if commit is None:
-        raise SwapError("there is no commit for experiments to start from: run this in a git repository, and commit")
+        nothing = "there is no commit for experiments to start from: run this in a git repository, and commit"
+        raise SwapError(refusal() or nothing)
     return commit
 
 

@@ -27,7 +27,6 @@ class Wanted:
     """An experiment that belongs to the comparison."""
 
     name: str
-    method: str
     params: Tree
     settings: tuple[str, ...]
     """for `dvc exp run -S`"""
@@ -42,7 +41,6 @@ class Wanted:
 class Comparison:
     """All experiments of a comparison."""
 
-    methods: Methods
     wanted: tuple[Wanted, ...]
     waiting: tuple[Wanted, ...]
     """that have to run"""
@@ -80,7 +78,6 @@ def make_comparison(chosen: Sequence[str] | None, seeds: Sequence[int] | None) -
     current = {one.name for one in wanted if one.name in found and is_current(found[one.name], one, code, data)}
     edited = methods.edited(workspace, read_sections(RECIPES / f"{params.recipe}.yaml"))
     return Comparison(
-        methods=methods,
         wanted=tuple(wanted),
         waiting=tuple(one for one in wanted if one.name not in current),
         replaced=frozenset(found) - current,
@@ -100,7 +97,6 @@ def _wanted(methods: Methods, method: str, seed: int, workspace: Tree, stages: T
             shared[stage] = before
     return Wanted(
         name=f"{method}-{seed}",
-        method=method,
         params=params,
         settings=tuple(overrides(params, workspace)),
         shared=shared,

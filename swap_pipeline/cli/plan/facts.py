@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
-from swap_pipeline.cli.plan.plan import DataFacts, Devices, Flops, NetworkFacts, Size
+from swap_pipeline.cli.plan.plan import DataFacts, Devices, NetworkFacts, Size
 from swap_pipeline.config.params import Data, Model, Params
 from swap_pipeline.datasets.image_folders import Tree, scan
+from swap_pipeline.datasets.parts import num_trained_on
 from swap_pipeline.datasets.prepare import FACTS, TEST_FOLDERS, unknown
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import share_of_phase1, share_of_worker, this_machine
@@ -63,8 +63,8 @@ def _folder_facts(data: Data, tree: Tree) -> DataFacts:
     sample = [shape_of(tree.root / path) for path in paths[:: math.ceil(len(paths) / _SAMPLE)]]
     channels = 3 if data.name == "imagenet" else max(channels for channels, _, _ in sample)
     _, height, width = sample[0]
-    num_train = len(tree.train) if data.train_images == "all" else min(data.train_images, len(tree.train))
-    num_bytes = (num_train + len(tree.test)) * channels * height * width
+    used = len(tree.train) if data.train_images == "all" else data.train_images + data.validation_images
+    num_bytes = (min(used, len(tree.train)) + len(tree.test)) * channels * height * width
     in_memory = len({shape[1:] for shape in sample}) == 1 and num_bytes <= data.max_gb_in_memory * 1e9
     return DataFacts(
         name=data.name,
@@ -78,13 +78,8 @@ def _folder_facts(data: Data, tree: Tree) -> DataFacts:
 
 
 def _limited(facts: DataFacts, data: Data) -> DataFacts:
-    if data.train_images == "all":
-        return facts
-    if data.train_images > facts.num_train:
-        raise SwapError(
-            f"data.train_images is {data.train_images}, but {data.name} has {facts.num_train}: lower it, or write all"
-        )
-    return dataclasses.replace(facts, num_train=data.train_images)
+    num_train = num_trained_on(facts.num_train, data)
+    return dataclasses.replace(facts, num_train=num_train, num_validation=data.validation_images)
 
 
 def planned_devices(params: Params, num_gpus: int) -> Devices:
@@ -121,12 +116,10 @@ def network_facts(model: Model, *, channels: int, num_classes: int, sizes: Seque
         # Not every network can do without values: it is really built and run, and what is wrong then is really wrong.
         network = new_network(description, seed=0)
         flops = {size: _count_or_refuse(network, model.name, (channels, *size)) for size in sizes}
-    trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
     return NetworkFacts(
         name=model.name,
         num_parameters=sum(parameter.numel() for parameter in network.parameters()),
-        num_trainable_tensors=len(trainable),
-        gradient_bytes=sum(tensor.nbytes for tensor in trainable),
+        gradient_bytes=sum(parameter.nbytes for parameter in network.parameters() if parameter.requires_grad),
         state_bytes=sum(tensor.nbytes for tensor in network.state_dict().values()),
         num_batch_norms=sum(
             isinstance(module, _BatchNorm) and module.running_mean is not None for module in network.modules()
@@ -135,43 +128,16 @@ def network_facts(model: Model, *, channels: int, num_classes: int, sizes: Seque
     )
 
 
-def count_flops(network: nn.Module, shape: tuple[int, int, int]) -> Flops:
-    """Counted by torch, operator by operator, over a real forward and backward pass."""
+def count_flops(network: nn.Module, shape: tuple[int, int, int]) -> int:
+    """Counted by torch, operator by operator, over a real forward pass."""
     device = next(network.parameters()).device
     network.train()
-    backward = {torch.ops.aten.convolution_backward: _convolution_backward_flops}
-    with FlopCounterMode(display=False, custom_mapping=backward) as counter:
-        logits = network(torch.zeros(_IMAGES, *shape, device=device))
-        forward = counter.get_total_flops()
-        logits.sum().backward()
-    network.zero_grad(set_to_none=True)
-    return Flops(forward=forward // _IMAGES, training=counter.get_total_flops() // _IMAGES)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(torch.zeros(_IMAGES, *shape, device=device))
+    return int(counter.get_total_flops()) // _IMAGES
 
 
-def _convolution_backward_flops(
-    grad_shape: Sequence[int],
-    input_shape: Sequence[int],
-    weight_shape: Sequence[int],
-    _bias: Any,
-    _stride: Any,
-    _padding: Any,
-    _dilation: Any,
-    transposed: bool,
-    _output_padding: Any,
-    _groups: int,
-    wanted: Sequence[bool],
-    **_kwargs: Any,
-) -> int:
-    """The gradients of input and weight each take as much as the forward pass.
-
-    torch 2.15 counts that of the weight as if there were no groups, dozens of times too much for depthwise layers.
-    """
-    positions = input_shape[2:] if transposed else grad_shape[2:]
-    forward = 2 * grad_shape[0] * math.prod(positions) * math.prod(weight_shape)
-    return forward * (wanted[0] + wanted[1])
-
-
-def _count_or_refuse(network: nn.Module, name: str, shape: tuple[int, int, int]) -> Flops:
+def _count_or_refuse(network: nn.Module, name: str, shape: tuple[int, int, int]) -> int:
     try:
         return count_flops(network, shape)
     except SwapError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from swap_pipeline.cli.plan.facts import data_facts, devices_here, network_facts, planned_devices
 from swap_pipeline.cli.plan.plan import Devices, Plan, image_sizes, make_plan
-from swap_pipeline.cli.plan.throughput import measure_throughput
+from swap_pipeline.cli.plan.throughput import kept_rate, measure_throughput
 from swap_pipeline.cli.plan.times import Forecast, Throughput, expected_times
 from swap_pipeline.config.params import Params
 from swap_pipeline.errors import SwapError
@@ -54,6 +54,8 @@ def _throughput(params: Params, plan: Plan, images_per_second: float | None) -> 
             source="given with --images-per-second",
             measured_on=None,
         )
+    if (kept := kept_rate(params, plan)) is not None:
+        return kept
     print("measuring how fast this machine trains, a few seconds …", file=sys.stderr, flush=True)
     return measure_throughput(
         params.model,

@@ -12,12 +12,14 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from swap_pipeline.averaging.selection import num_passes
 from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
-from swap_pipeline.config.params import Params, Schedule
+from swap_pipeline.config.params import Leaving, Params, Schedule
 from swap_pipeline.config.schedules import PiecewiseLinear, Steps, by_epoch, learning_rate_of
 from swap_pipeline.data.epochs import steps_per_epoch
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import Share
+from swap_pipeline.runtime.environment import num_kept_epochs
 
 Size = tuple[int, int]
 """height and width of an image in pixels"""
@@ -32,6 +34,8 @@ class DataFacts:
 
     name: str
     num_train: int
+    """without those held back for validation"""
+    num_validation: int = 0
     num_test: int
     num_classes: int
     channels: int
@@ -40,14 +44,14 @@ class DataFacts:
     source: str | None
     """for people: where this was found; None: known by name"""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Images in each split."""
+        return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}
 
-@dataclass(frozen=True, kw_only=True)
-class Flops:
-    """Floating-point operations for one image: those of convolutions, matrix products and attention."""
 
-    forward: int
-    training: int
-    """forward and backward"""
+PASSES = 3
+"""that a training step costs, in forward passes: backward takes twice as long, for weights and for activations"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +60,13 @@ class NetworkFacts:
 
     name: str
     num_parameters: int
-    num_trainable_tensors: int
     gradient_bytes: int
     """of the trainable parameters; momentum takes as much"""
     state_bytes: int
     """parameters and buffers: what a checkpoint holds"""
     num_batch_norms: int
-    flops: Mapping[Size, Flops]
+    flops: Mapping[Size, int]
+    """of a forward pass for one image: convolutions, matrix products and attention"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +109,12 @@ class RunPlan:
     steps: int
     samples: int
     flops: int
-    exchanged_bytes: int
-    """sent by each process in each step"""
     stretches: tuple[Stretch, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsPlan:
-    """Phase 3: the mean of all models, then one forward pass over the training images.
+    """Phase 3: the mean of all models, then one forward pass over the training images, for every mean that is tried.
 
     A single model stays as it is, unless it is a mean of weights itself (`ema_decay`).
     """
@@ -121,10 +123,12 @@ class StatisticsPlan:
     devices: int
     num_models: int
     """that are averaged"""
+    passes: int
+    """at most, where workers are selected"""
     batches: int
     samples: int
     samples_of_busiest: int
-    """a batch is whole on one process, so that some may have one more than others"""
+    """a batch is whole on one process, so that some may have one more than others; over all passes, as the others"""
     flops: int
     image_size: Size
 
@@ -153,6 +157,8 @@ class Plan:
     num_kept: int
     """models kept on the way, for the analysis"""
     snapshot_bytes: int
+    num_snapshots: int
+    """of phase 1's course, which stay for other ways of leaving it"""
     notes: tuple[str, ...]
 
     @property
@@ -184,12 +190,11 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         network=network,
     )
     num_workers = len(params.workers.seeds)
-    trained_last = params.phase2 if params.phase2.epochs else params.phase1
     slots = min(devices.count // worker.devices, devices.max_workers or devices.count, num_workers)
     phase3 = _plan_statistics(
         batch_size=params.phase3.batch_size,
         num_models=num_workers * params.phase2.cycles,
-        are_means=trained_last.ema_decay is not None,
+        passes=num_passes(params) if network.num_batch_norms else 0,
         image_size=(worker.stretches or phase1.stretches)[-1].image_size,
         data=data,
         network=network,
@@ -206,13 +211,14 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         num_workers=num_workers,
         slots=slots,
         rounds=math.ceil(num_workers / slots),
-        may_end_early=params.phase1.stop_accuracy < 100,
+        may_end_early=params.phase1.may_end_early,
         phase3=phase3,
         memory_bytes=network.state_bytes + network.gradient_bytes + momentum_bytes + mean_bytes,
         checkpoint_bytes=network.state_bytes,
         num_checkpoints=1 + phase3.num_models + 1,
         num_kept=_num_kept(params),
         snapshot_bytes=network.state_bytes + momentum_bytes + mean_bytes,
+        num_snapshots=min(params.phase1.max_epochs, num_kept_epochs()),
         notes=tuple(
             _notes(
                 (phase1, worker),
@@ -220,7 +226,7 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
                 devices=devices,
                 num_workers=num_workers,
                 slots=slots,
-                stop_accuracy=params.phase1.stop_accuracy,
+                leaving=params.phase1,
             )
         ),
     )
@@ -279,8 +285,7 @@ def _plan_run(
         epochs=epochs,
         steps=sum(stretch.steps for stretch in stretches),
         samples=sum(stretch.samples for stretch in stretches),
-        flops=sum(stretch.samples * network.flops[stretch.image_size].training for stretch in stretches),
-        exchanged_bytes=ring_all_reduce_bytes(network.gradient_bytes, share.processes),
+        flops=sum(PASSES * stretch.samples * network.flops[stretch.image_size] for stretch in stretches),
         stretches=tuple(stretches),
     )
 
@@ -317,22 +322,17 @@ def _rate_towards(rate: PiecewiseLinear, epoch: float) -> float:
     return rate.values[knot] if knot < len(rate.epochs) and rate.epochs[knot] == epoch else rate(epoch)
 
 
-def ring_all_reduce_bytes(num_bytes: int, processes: int) -> int:
-    """What each process sends (and receives) to add up `num_bytes` over all of them: 2 (n - 1) / n of it."""
-    return 2 * (processes - 1) * num_bytes // processes
-
-
 def _plan_statistics(
     *,
     batch_size: int,
     num_models: int,
-    are_means: bool,
+    passes: int,
     image_size: Size,
     data: DataFacts,
     network: NetworkFacts,
     devices: Devices,
 ) -> StatisticsPlan:
-    samples = data.num_train if network.num_batch_norms and (num_models > 1 or are_means) else 0
+    samples = data.num_train
     batches = math.ceil(samples / batch_size)
     if batches > 1 and samples % batch_size == 1:
         batches -= 1  # one image has no variance: it joins the batch before it
@@ -340,10 +340,11 @@ def _plan_statistics(
         processes=devices.phase1.processes,
         devices=devices.phase1.num_devices,
         num_models=num_models,
-        batches=batches,
-        samples=samples,
-        samples_of_busiest=min(samples, math.ceil(batches / devices.phase1.processes) * batch_size),
-        flops=samples * network.flops[image_size].forward,
+        passes=passes,
+        batches=passes * batches,
+        samples=passes * samples,
+        samples_of_busiest=passes * min(samples, math.ceil(batches / devices.phase1.processes) * batch_size),
+        flops=passes * samples * network.flops[image_size],
         image_size=image_size,
     )
 
@@ -355,14 +356,14 @@ def _notes(
     devices: Devices,
     num_workers: int,
     slots: int,
-    stop_accuracy: float,
+    leaving: Leaving,
 ) -> list[str]:
     notes = []
-    if stop_accuracy < 100:
-        notes.append(
-            f"phase 1 is planned for all of its epochs; it ends earlier, after the first one whose training accuracy "
-            f"passes {stop_accuracy:g} %"
-        )
+    if leaving.may_end_early:
+        by_accuracy = f"after the first one whose training accuracy passes {leaving.stop_accuracy:g} %"
+        when = by_accuracy if leaving.stop == "accuracy" else f"if phase1.stop ({leaving.stop}) says so"
+        tests = f"; each fork test costs {images:,} training images more" if (images := leaving.images_per_test) else ""
+        notes.append(f"phase 1 is planned for all of its epochs; it ends earlier, {when}{tests}")
     worker = runs[1]
     if worker.epochs and slots < num_workers:
         notes.append(

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from swap_pipeline.cli.amounts import magnitude
-from swap_pipeline.cli.plan.plan import Plan, RunPlan, Size, counted
+from swap_pipeline.cli.plan.plan import PASSES, Plan, RunPlan, Size, counted
 from swap_pipeline.cli.plan.times import Expected, Forecast, Throughput, Times
+from swap_pipeline.datasets.prepare import in_words
 from swap_pipeline.report.durations import duration
 
 _WIDTH = 80
@@ -23,7 +24,7 @@ def json_of(forecast: Forecast) -> str:
     plan = forecast.plan
     network = {
         **_fields(plan.network),
-        "flops": {_pixels(size): dataclasses.asdict(flops) for size, flops in plan.network.flops.items()},
+        "flops": {_pixels(size): flops for size, flops in plan.network.flops.items()},
     }
     tree = {
         **{name: _plain(value) for name, value in _fields(plan).items() if name != "network"},
@@ -53,7 +54,6 @@ def text_of(forecast: Forecast) -> str:
             *_facts(plan),
             "",
             *_aligned(_work(plan), left=1),
-            *_paragraph("sent: gradient bytes that each process sends in a step (ring all-reduce)"),
             "",
             *_aligned(_over_time(plan), left=1),
             "",
@@ -78,19 +78,19 @@ def _facts(plan: Plan) -> Iterator[str]:
     data, network = plan.data, plan.network
     size = "in files" if data.size is None else f"of {data.channels}×{_pixels(data.size)} px"
     facts = {
-        "data": f"{data.name}: {data.num_train:,} training and {data.num_test:,} test images {size}, "
+        "data": f"{data.name}: {in_words(data.counts)} images {size}, "
         f"{data.num_classes:,} classes{f' ({data.source})' if data.source else ''}",
-        "network": f"{network.name}: {network.num_parameters:,} parameters, "
-        f"{_bytes(network.gradient_bytes)} in {network.num_trainable_tensors} trainable tensors",
+        "network": f"{network.name}: {network.num_parameters:,} parameters",
         "FLOP": "\n".join(
-            f"{_si(flops.forward)} forward, {_si(flops.training)} in training, for an image of {_pixels(size)} px"
+            f"{_si(flops)} forward, about {PASSES} times that in training, for an image of {_pixels(size)} px"
             for size, flops in network.flops.items()
         ),
         "memory": f"{_bytes(plan.memory_bytes)} on each device for weights, gradients and momentum in fp32; "
         f"activations are not counted",
         "disk": f"{_bytes(plan.checkpoint_bytes)} a checkpoint, {_bytes(plan.num_checkpoints * plan.checkpoint_bytes)} "
         f"for all {plan.num_checkpoints}{_kept(plan)}; "
-        f"{_bytes(plan.snapshot_bytes)} a snapshot, of which a run at work keeps two",
+        f"{_bytes(plan.snapshot_bytes)} a snapshot: a run at work keeps two, and phase 1's course at most "
+        f"{plan.num_snapshots} (SWAP_KEEP_EPOCHS)",
     }
     for name, text in facts.items():
         for index, line in enumerate(text.splitlines()):
@@ -104,7 +104,7 @@ def _kept(plan: Plan) -> str:
 
 
 def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
-    yield "", "devices", "epochs", "steps", "samples", "FLOP", "sent"
+    yield "", "devices", "epochs", "steps", "samples", "FLOP"
 
     def row(name: str, run: RunPlan, *, epochs: str = "", times: int = 1, at_once: int = 1) -> tuple[str, ...]:
         return (
@@ -114,7 +114,6 @@ def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
             f"{run.steps * times:,}",
             f"{run.samples * times:,}",
             _si(run.flops * times),
-            _bytes(run.exchanged_bytes) if run.exchanged_bytes else "–",
         )
 
     phase3 = plan.phase3
@@ -123,7 +122,7 @@ def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield row("phase 2, one worker", plan.worker)
         workers = counted(plan.num_workers, "worker")
         yield row(f"phase 2, {workers}", plan.worker, times=plan.num_workers, at_once=plan.slots)
-    passes = "1" if phase3.samples else "–"
+    passes = f"≤ {phase3.passes}" if phase3.passes > 1 else f"{phase3.passes or '–'}"
     yield (
         f"phase 3, {counted(phase3.num_models, 'model')}",
         f"{phase3.devices:,}",
@@ -131,9 +130,8 @@ def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
         f"{phase3.batches:,}",
         f"{phase3.samples:,}",
         _si(phase3.flops),
-        "–",
     )
-    yield "SWAP, all phases", f"{plan.devices.count:,}", "", "", "", _si(plan.flops), ""
+    yield "SWAP, all phases", f"{plan.devices.count:,}", "", "", "", _si(plan.flops)
 
 
 def _over_time(plan: Plan) -> Iterator[tuple[str, ...]]:

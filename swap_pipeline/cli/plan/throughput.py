@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from swap_pipeline.cli.plan.plan import Size
+from swap_pipeline.cli.plan.plan import Plan, Size
 from swap_pipeline.cli.plan.times import Throughput
-from swap_pipeline.config.params import Compute, Model, Optimizer
+from swap_pipeline.config.params import Compute, Model, Optimizer, Params
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.engine.loss import training_loss
 from swap_pipeline.engine.placement import set_up
 from swap_pipeline.engine.precision import autocast, resolve
+from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import local_machine
 from swap_pipeline.models.networks import describe_network, new_network
+from swap_pipeline.runtime.job_folder import scratch_root
+from swap_pipeline.storage.files import read_json, write_json
 
 # The batch is doubled while a step stays below this, so that neither time nor memory gets out of hand.
 _STEP_SECONDS = 0.4
@@ -86,6 +93,45 @@ def measure_throughput(
         source=f"measured here: {where}, {precision}, batches of {size}{compiled}",
         measured_on="GPU" if on_gpu else "CPU core",
     )
+
+
+def keep_rate(params: Params, plan: Plan, images_per_second: float) -> None:
+    """Leave what `swap doctor --gpu` has measured for plans of these params, here or where there is no GPU."""
+    key, rates = _key(params, plan), _rates()
+    rates[key] = {"images_per_second": images_per_second, "gpu": torch.cuda.get_device_name()}
+    write_json(_rates_file(), rates)
+
+
+def kept_rate(params: Params, plan: Plan) -> Throughput | None:
+    """What was kept, for a plan on GPUs."""
+    found = _rates().get(_key(params, plan)) if plan.devices.kind == "GPU" else None
+    if not isinstance(found, dict) or not isinstance(found.get("images_per_second"), float):
+        return None
+    return Throughput(
+        images_per_second=found["images_per_second"],
+        image_size=plan.phase1.stretches[0].image_size,
+        source=f"measured by `swap doctor --gpu`: {found.get('gpu')}",
+        measured_on="GPU",
+    )
+
+
+def _rates_file() -> Path:
+    return scratch_root() / "images_per_second.json"
+
+
+def _rates() -> dict[str, Any]:
+    try:
+        rates = read_json(_rates_file())
+    except (OSError, SwapError):
+        return {}
+    return rates if isinstance(rates, dict) else {}
+
+
+def _key(params: Params, plan: Plan) -> str:
+    """All that the rate depends on, apart from the GPU."""
+    first = plan.phase1.stretches[0]
+    images = [plan.data.channels, *first.image_size, plan.data.num_classes, first.batch_per_shard]
+    return json.dumps([asdict(params.model), asdict(params.compute), images], sort_keys=True)
 
 
 def _largest_quick_batch(limit: int, steps_of: Callable[[int], Callable[[], float]]) -> tuple[int, Callable[[], float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swap_pipeline.cli.plan.plan import Plan, RunPlan, Size
+from swap_pipeline.cli.plan.plan import PASSES, Plan, RunPlan, Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Forecast:
 def expected_times(plan: Plan, throughput: Throughput) -> Times:
     """Seconds of training alone. n devices are taken to be n times as fast, and time to grow with the FLOPs."""
     flops = plan.network.flops
-    flops_per_second = throughput.images_per_second * flops[throughput.image_size].training
+    flops_per_second = throughput.images_per_second * PASSES * flops[throughput.image_size]
 
     def of_run(run: RunPlan) -> Expected:
         busy = run.flops / flops_per_second
@@ -62,7 +62,7 @@ def expected_times(plan: Plan, throughput: Throughput) -> Times:
 
     phase1, worker, phase3 = of_run(plan.phase1), of_run(plan.worker), plan.phase3
     phase2 = Expected(seconds=plan.rounds * worker.seconds, device_seconds=plan.num_workers * worker.device_seconds)
-    forward = flops[phase3.image_size].forward / flops_per_second
+    forward = flops[phase3.image_size] / flops_per_second
     statistics_seconds = phase3.samples_of_busiest * forward / (phase3.devices / phase3.processes)
     statistics = Expected(seconds=statistics_seconds, device_seconds=statistics_seconds * phase3.devices)
     return Times(

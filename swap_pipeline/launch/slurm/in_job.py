@@ -92,7 +92,7 @@ def _give_up(job: Job, limit: int) -> int:
     """Jobs that never get anywhere must not come back for ever."""
     text = (
         f"{job.name}: its Slurm job was requeued {limit} times and is not done: "
-        f"raise sbatch.{job.instance.stage}.time or max_requeues in cluster.yaml, then `dvc repro` goes on from here"
+        f"raise sbatch.{job.instance.stage}.time or max_requeues in cluster.yaml, then `dvc repro` resumes from here"
     )
     (job.folder.path / f"{SAID}_0.txt").write_text(text, encoding="utf-8")
     (job.folder.path / CODE_FILE).write_text("1\n")

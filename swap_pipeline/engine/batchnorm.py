@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,7 +64,6 @@ class _Moments:
         self.layer = layer
         self.mean_sum = zeros.clone()
         self.square_sum = zeros.clone()
-        self.variance_sum = zeros.clone()
         self.count = zeros.new_zeros(1)
 
     def add(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
@@ -75,33 +74,23 @@ class _Moments:
         biased = unbiased * ((count - 1) / count)
         self.mean_sum += count * mean
         self.square_sum += count * (biased + mean * mean)
-        self.variance_sum += count * unbiased
         self.count += count
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.mean_sum, self.square_sum, self.variance_sum, self.count]
+        return [self.mean_sum, self.square_sum, self.count]
 
-    def finish(self, variance: Literal["pooled", "batch_mean"]) -> None:
+    def finish(self) -> None:
         """Set the layer's statistics."""
         mean = self.mean_sum / self.count
-        if variance == "pooled":
-            spread = (self.square_sum / self.count - mean * mean).clamp_(min=0)
-            spread *= self.count / (self.count - 1)  # unbiased, as torch's own running variance is
-        else:
-            spread = self.variance_sum / self.count
+        spread = (self.square_sum / self.count - mean * mean).clamp_(min=0)
+        spread *= self.count / (self.count - 1)  # unbiased, as torch's own running variance is
         assert self.layer.running_mean is not None and self.layer.running_var is not None
         self.layer.running_mean.copy_(mean)
         self.layer.running_var.copy_(spread)
 
 
 @torch.no_grad()
-def recompute_statistics(
-    network: nn.Module,
-    batches: Iterable[torch.Tensor],
-    *,
-    variance: Literal["pooled", "batch_mean"],
-    group: Group,
-) -> int:
+def recompute_statistics(network: nn.Module, batches: Iterable[torch.Tensor], *, group: Group) -> int:
     """Set all running statistics from this rank's `batches`; returns how many layers there were.
 
     Only batch-norm layers are in training mode during the pass: dropout stays off. Later layers see inputs that are
@@ -137,6 +126,6 @@ def recompute_statistics(
     flat = group.sum(torch.cat([tensor for moment in moments for tensor in moment.tensors()]))
     parts = iter(flat.split([tensor.numel() for moment in moments for tensor in moment.tensors()]))
     for moment in moments:
-        moment.mean_sum, moment.square_sum, moment.variance_sum, moment.count = (next(parts) for _ in range(4))
-        moment.finish(variance)
+        moment.mean_sum, moment.square_sum, moment.count = (next(parts) for _ in range(3))
+        moment.finish()
     return len(layers)
