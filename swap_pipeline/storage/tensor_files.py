@@ -179,6 +179,10 @@ class TensorFile:
             raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
         except OSError as error:
             raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from None
+        except RuntimeError as error:  # torch's, if the file was removed after the look at it
+            if path.exists():
+                raise DamagedFileError(path, str(error)) from None
+            raise SwapError(f"{path} has just been removed") from None
         except (SafetensorError, KeyError, ValueError, OverflowError) as error:
             raise DamagedFileError(path, str(error)) from None
         if METADATA_KEY not in metadata:
