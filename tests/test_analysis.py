@@ -45,10 +45,12 @@ def analysed(analysed_project: Project, tmp_path: Path) -> Project:
     return analysed_project.copy_to(tmp_path / "project")
 
 
+@pytest.mark.long
 def test_a_run_leaves_the_analysis_alone(finished_project: Project) -> None:
     assert not [name for name in OWN_FILES if (finished_project.root / "analysis" / name).exists()]
 
 
+@pytest.mark.long
 def test_the_analysis_leaves_its_results_beside_its_params_and_git_sees_only_the_lock(analysed: Project) -> None:
     for name in ("landscape", "cosine", "workers", "exits"):
         assert analysed.json(f"analysis/{name}.json")["num_devices"] > 0
@@ -84,6 +86,7 @@ def test_a_command_in_the_root_does_not_mention_the_analysis(analysed: Project, 
     assert not re.search(r"analysis/|landscape|cosine|grid", output.replace(str(analysed.root), "")), output
 
 
+@pytest.mark.long
 def test_a_remote_of_the_root_and_what_it_collects_as_garbage_know_nothing_of_the_analysis(
     analysed: Project, tmp_path: Path
 ) -> None:
@@ -189,6 +192,7 @@ def scratch_of_landscape(project: Project) -> list[Path]:
     return sorted((project.root / ".swap/landscape").iterdir())
 
 
+@pytest.mark.long
 def test_a_killed_analysis_resumes_under_dvc_in_the_projects_one_scratch(analysed: Project) -> None:
     analysed.set_analysis({"grid": 15})
 
@@ -204,6 +208,7 @@ def test_a_killed_analysis_resumes_under_dvc_in_the_projects_one_scratch(analyse
     assert stale(analysed) == {"analysis_page"}
 
 
+@pytest.mark.long
 def test_an_analysis_whose_dvc_was_killed_leaves_its_result_to_the_next(analysed: Project) -> None:
     analysed.set_analysis({"grid": 5})
     start_and_kill(analysed, lambda: len(scratch_of_landscape(analysed)) == 2, only_dvc=True)

@@ -71,6 +71,7 @@ def test_under_dvc_the_line_is_shown_and_the_stage_fails(finished: Project) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_an_unknown_data_set_or_network_lists_the_known_ones(finished: Project) -> None:
     finished.set_params({"data.name": "fashion-minni"})
     assert_one_line(finished.stage("prepare"), "data.name is 'fashion-minni'", "fashion-mini")
@@ -97,6 +98,7 @@ def flip_a_bit(path: Path) -> None:
         ("phase3", "checkpoints/phase2/seed_1/model.safetensors", [flip_a_bit, cut, Path.unlink]),
     ],
 )
+@pytest.mark.long
 def test_a_missing_or_damaged_file_is_named(
     finished: Project, stage: str, file: str, damages: list[Callable[[Path], object]]
 ) -> None:

@@ -41,6 +41,7 @@ def row(name: str = "phase1/default", ours: tuple[float, ...] = (3.0, 2.0), **mo
     )
 
 
+@pytest.mark.long
 def test_a_quick_run_keeps_rows_and_prints_a_table_of_them(tmp_path: Path) -> None:
     kept, scratch = tmp_path / "results.json", tmp_path / "scratch"
 

@@ -31,6 +31,7 @@ HOSTILE_ROOTS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_SEEDS)
+@pytest.mark.long
 def test_a_seed_that_is_no_number_neither_runs_nor_deletes_anything_under_dvc(finished: Project, name: str) -> None:
     kept = [finished.root / "docs" / "kept.txt", finished.root.parent / "outside" / "kept.txt"]
     for path in kept:
@@ -141,6 +142,7 @@ def test_params_that_change_without_harm_are_checked_anew_and_nothing_is_prepare
     assert "Stage 'prepare' didn't change" in said
 
 
+@pytest.mark.long
 def test_doctor_says_what_check_says(project: Project) -> None:
     project.set_params({"data.root": "data"})
 

@@ -59,6 +59,7 @@ def test_predict_takes_colour_images_of_any_size(
     assert total == pytest.approx(100, abs=0.1)
 
 
+@pytest.mark.long
 def test_predict_scales_sixteen_bits_to_eight(finished_project: Project, pictures: list[Path], tmp_path: Path) -> None:
     deep = tmp_path / "deep.png"
     Image.fromarray(np.asarray(Image.open(pictures[0])).astype(np.uint16) * 257).save(deep)
@@ -66,6 +67,7 @@ def test_predict_scales_sixteen_bits_to_eight(finished_project: Project, picture
     assert scaled.split("\t")[1:] == plain.split("\t")[1:]
 
 
+@pytest.mark.long
 def test_predict_names_what_it_cannot_read(finished_project: Project, pictures: list[Path], tmp_path: Path) -> None:
     broken = tmp_path / "broken.png"
     broken.write_bytes(pictures[0].read_bytes()[:40])

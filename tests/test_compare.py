@@ -161,6 +161,7 @@ def test_a_second_comparison_runs_nothing(compared: StandIn) -> None:
     assert compared.ran() == []
 
 
+@pytest.mark.long
 def test_a_changed_rate_of_one_method_runs_that_one_alone(compared: StandIn) -> None:
     compared.forget_runs()
     compared.edit("recipes/tiny.methods.yaml", "peak_lr: 0.2", "peak_lr: 0.3")
@@ -178,6 +179,7 @@ def test_a_changed_rate_of_one_method_runs_that_one_alone(compared: StandIn) -> 
         ("params.yaml", "momentum: 0.9", "momentum: 0.8", {"report"}),
     ],
 )
+@pytest.mark.long
 def test_changed_data_code_and_params_of_all_methods_run_all_of_them(
     compared: StandIn, file: str, old: str, new: str, stages: set[str]
 ) -> None:
@@ -206,6 +208,7 @@ def test_the_printed_commands_give_the_same_experiments_by_hand(fresh: StandIn) 
     assert fresh.swap("compare", "--dry-run", "--methods", "small_batch,swap").stdout == ""
 
 
+@pytest.mark.long
 def test_data_that_git_ignores_is_found_by_its_whole_path(fresh: StandIn) -> None:
     (fresh.root / ".gitignore").write_text((fresh.root / ".gitignore").read_text() + "/mine/\n")
     shutil.copytree(fresh.root / "data/raw", fresh.root / "mine")
@@ -216,6 +219,7 @@ def test_data_that_git_ignores_is_found_by_its_whole_path(fresh: StandIn) -> Non
     assert fresh.swap("compare", "--dry-run", "--methods", "small_batch").stdout == ""
 
 
+@pytest.mark.long
 def test_a_method_that_fails_leaves_the_others_and_its_old_result_alone(compared: StandIn) -> None:
     before = compared.show("small_batch-0", "metrics/swap.json")
     (compared.root / ".swap/fail-phase1-small_batch").touch()
@@ -235,6 +239,7 @@ def test_a_method_that_fails_leaves_the_others_and_its_old_result_alone(compared
 
 
 @pytest.mark.skipif(num_cores() < 2, reason="one device")
+@pytest.mark.long
 def test_methods_that_leave_devices_free_run_side_by_side_once_what_they_share_is_there(fresh: StandIn) -> None:
     fresh.hold("prepare")
     fresh.hold("phase1")
@@ -252,6 +257,7 @@ def test_methods_that_leave_devices_free_run_side_by_side_once_what_they_share_i
     assert fresh.experiments() == {"small_batch-0", "small_batch-1"}
 
 
+@pytest.mark.long
 def test_at_most_so_many_jobs_run_side_by_side(fresh: StandIn) -> None:
     fresh.hold("phase3")
     with fresh.start("--methods", "small_batch", "--seeds", "0,1", "--jobs", "1") as process:
@@ -263,6 +269,7 @@ def test_at_most_so_many_jobs_run_side_by_side(fresh: StandIn) -> None:
 
 
 @pytest.mark.parametrize("victims", ["compare", "compare and dvc", "everything"])
+@pytest.mark.long
 def test_a_killed_comparison_resumes_and_nothing_of_it_is_left(compared: StandIn, victims: str) -> None:
     compared.edit("recipes/tiny.methods.yaml", "peak_lr: 0.2", "peak_lr: 0.3")
     compared.edit("params.yaml", "# The default", "# An edit that is not committed")
@@ -294,6 +301,7 @@ def test_a_killed_comparison_resumes_and_nothing_of_it_is_left(compared: StandIn
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.long
 def test_an_interrupted_comparison_ends_what_it_started_and_keeps_edits(fresh: StandIn, number: signal.Signals) -> None:
     fresh.edit("params.yaml", "# The default", "# An edit that is not committed")
     edited = (fresh.root / "params.yaml").read_text()
@@ -308,6 +316,7 @@ def test_an_interrupted_comparison_ends_what_it_started_and_keeps_edits(fresh: S
     assert (fresh.root / "params.yaml").read_text() == edited
 
 
+@pytest.mark.long
 def test_what_a_killed_comparison_left_in_dvcs_queue_does_not_run(compared: StandIn) -> None:
     queue = """
 from dvc.repo import Repo
@@ -323,6 +332,7 @@ with Repo() as repo:
     assert compared.experiments() == NAMES
 
 
+@pytest.mark.long
 def test_edits_that_a_dvc_killed_at_its_start_had_put_away_are_not_lost(fresh: StandIn) -> None:
     fresh.edit("params.yaml", "# The default", "# An edit that is not committed")
     edited = (fresh.root / "params.yaml").read_text()
@@ -341,6 +351,7 @@ def test_edits_that_a_dvc_killed_at_its_start_had_put_away_are_not_lost(fresh: S
     assert fresh.experiments() == fresh.shown() == {"small_batch-0"}
 
 
+@pytest.mark.long
 def test_a_lock_of_a_killed_comparison_does_not_wait_for_whoever_has_its_number_now(compared: StandIn) -> None:
     lock = compared.root / ".dvc/tmp/exps/rwlock"
     ours, other = ({"pid": os.getpid(), "cmd": f"dvc exp run --temp -n {name}"} for name in ("new-swap-0", "mine"))
@@ -359,6 +370,7 @@ def test_an_experiment_that_was_complete_but_not_named_is_kept(compared: StandIn
     assert compared.experiments() == NAMES and compared.ran() == []
 
 
+@pytest.mark.long
 def test_experiments_of_others_stay_as_they_are(compared: StandIn) -> None:
     compared.run("dvc", "exp", "run", "--temp", "-n", "gentle", "-S", "phase2.peak_lr=0.05")
     before = compared.show("gentle", "metrics/swap.json")
@@ -439,6 +451,7 @@ def test_the_tables_have_the_figures_of_the_experiments(compared: StandIn) -> No
         assert (compared.root / "out" / name).stat().st_size
 
 
+@pytest.mark.long
 def test_tables_of_an_earlier_commit_are_shown_on_request_and_say_so(compared: StandIn) -> None:
     commit = compared.run("git", "rev-parse", "HEAD").stdout[:7]
     compared.run("git", "commit", "-q", "--allow-empty", "-m", "next")

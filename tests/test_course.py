@@ -78,6 +78,7 @@ def test_a_lower_tau_takes_its_model_from_the_course_and_trains_nothing(whole: P
     assert snapshots(project) == list(range(1, EPOCHS + 1))
 
 
+@pytest.mark.long
 def test_a_higher_tau_resumes_where_the_course_ends(whole: Project, tmp_path: Path) -> None:
     low, high = tau_for(whole, 3), tau_for(whole, 6)
     project = from_the_start(whole, tmp_path / "project", low)
@@ -93,6 +94,7 @@ def test_a_higher_tau_resumes_where_the_course_ends(whole: Project, tmp_path: Pa
     assert models(project) == models(whole)
 
 
+@pytest.mark.long
 def test_a_search_over_four_values_of_tau_costs_one_phase_1(whole: Project, tmp_path: Path) -> None:
     project = whole.copy_to(tmp_path / "project")
     shutil.rmtree(project.root / ".swap")
@@ -106,6 +108,7 @@ def test_a_search_over_four_values_of_tau_costs_one_phase_1(whole: Project, tmp_
     assert models(project) == models(whole)
 
 
+@pytest.mark.long
 def test_few_snapshots_stay_and_the_epochs_between_are_repeated(whole: Project, tmp_path: Path) -> None:
     tau = tau_for(whole, 5)
     fresh = from_the_start(whole, tmp_path / "fresh", tau)
@@ -125,6 +128,7 @@ def test_few_snapshots_stay_and_the_epochs_between_are_repeated(whole: Project, 
     assert len(snapshots(project)) <= 6
 
 
+@pytest.mark.long
 def test_a_damaged_snapshot_of_the_course_costs_the_epochs_since_the_one_before(whole: Project, tmp_path: Path) -> None:
     tau = tau_for(whole, 6)
     fresh = from_the_start(whole, tmp_path / "fresh", tau)
@@ -141,6 +145,7 @@ def test_a_damaged_snapshot_of_the_course_costs_the_epochs_since_the_one_before(
     assert models(project) == models(fresh)
 
 
+@pytest.mark.long
 def test_a_damaged_result_of_one_tau_is_made_again_and_the_other_is_left_alone(whole: Project, tmp_path: Path) -> None:
     project = whole.copy_to(tmp_path / "project")
     (other,) = course_of(project).glob("result-*")
@@ -158,6 +163,7 @@ def test_a_damaged_result_of_one_tau_is_made_again_and_the_other_is_left_alone(w
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
 
 
+@pytest.mark.long
 def test_two_launchers_with_different_tau_take_turns_and_train_each_epoch_once(whole: Project, tmp_path: Path) -> None:
     first = whole.copy_to(tmp_path / "first")
     shutil.rmtree(first.root / ".swap")
@@ -183,6 +189,7 @@ def test_two_launchers_with_different_tau_take_turns_and_train_each_epoch_once(w
     assert second.json("metrics/phase1.json")["stopped_by"] == "accuracy"
 
 
+@pytest.mark.long
 def test_a_killed_job_with_a_new_tau_resumes_and_ends_in_the_same_bytes(whole: Project, tmp_path: Path) -> None:
     project = from_the_start(whole, tmp_path / "project", tau_for(whole, 2))
     project.set_params({"phase1.stop_accuracy": 100.0})

@@ -430,6 +430,7 @@ def test_a_failed_download_names_the_file_its_address_and_where_to_put_it(
     assert all_files(here) == []
 
 
+@pytest.mark.long
 def test_the_stage_downloads_with_a_line_and_without_noise(project: Project, published: Path) -> None:
     """Addresses and checksums stand in the module as plain text, so a project can be pointed elsewhere."""
     md5 = pack(published / "cifar-10-binary.tar.gz", CIFAR10_FILES)

@@ -46,6 +46,7 @@ def problems() -> dict[str, str]:
     return {each.topic: each.text for each in examine() if each.status == "problem"}
 
 
+@pytest.mark.long
 def test_in_a_new_project_nothing_is_wrong_and_everything_is_looked_at(here: Project) -> None:
     def files() -> list[Path]:
         return sorted(path for path in here.root.rglob("*") if not {"__pycache__", ".dvc"} & set(path.parts))
@@ -229,6 +230,7 @@ def test_a_check_that_breaks_does_not_end_the_others(here: Project, monkeypatch:
 
 
 @pytest.mark.parametrize("obstacle", ["file", "dangling link"])
+@pytest.mark.long
 def test_what_stands_in_the_place_of_scratch_is_a_problem(finished: Project, obstacle: str) -> None:
     scratch = finished.root / ".swap"
     shutil.rmtree(scratch)

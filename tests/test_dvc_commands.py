@@ -62,6 +62,7 @@ def test_every_plain_command_ends_well_and_without_warnings(branched: Project, t
     assert "accuracy" in said["dvc metrics diff"]
 
 
+@pytest.mark.long
 def test_collecting_garbage_as_documented_keeps_the_committed_run_and_experiments(
     branched: Project, tmp_path: Path
 ) -> None:

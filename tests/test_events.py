@@ -26,6 +26,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @needs_tensorboard
+@pytest.mark.long
 def test_every_phase_and_worker_writes_what_its_record_has(project: Project) -> None:
     project.dvc("repro", "phase3", SWAP_TENSORBOARD="1")
     written = project.root / "tensorboard/workspace"
@@ -72,6 +73,7 @@ def test_a_resumed_run_replaces_what_it_repeats_and_a_new_run_replaces_all(
     assert run(5.0, first=1) == {"loss": [(1, 5.0)]}
 
 
+@pytest.mark.long
 def test_without_the_package_a_stage_ends_in_one_line(project: Project) -> None:
     project.stage("prepare")
     # Nothing is found under this name, wherever it is installed.

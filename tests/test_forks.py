@@ -297,6 +297,7 @@ with process_group() as group:
 """
 
 
+@pytest.mark.long
 def test_two_ranks_find_what_one_finds(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(SCRIPT.format(tests=str(ROOT / "tests"), folder=str(tmp_path))))

@@ -150,6 +150,7 @@ def test_of_weights_the_average_is_right_or_refused(tmp_path: Path) -> None:
     assert tally.refused > count / 2 and tally.accepted > count / 20
 
 
+@pytest.mark.long
 def test_of_a_checkpoint_the_network_in_it_is_loaded_and_used_or_refused(tmp_path: Path) -> None:
     path, image = tmp_path / "x.safetensors", tmp_path / "image.png"
     Image.new("L", (8, 8), 100).save(image)
@@ -230,6 +231,7 @@ def snapshot(seed: int, epochs: int, width: int = 2) -> tuple[Tensors, dict[str,
     return tensors, {"run": ["phase1", 5], "curve": rows, "precision": "fp32", "scaler": {}, "hardware": "cpu"}
 
 
+@pytest.mark.long
 def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -539,6 +541,7 @@ def test_a_params_file_made_to_hurt_is_refused_in_one_line_with_little_memory(tm
     assert tally.refused == 1
 
 
+@pytest.mark.long
 def test_of_a_recipe_params_yaml_is_all_of_it_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("recipes").mkdir()

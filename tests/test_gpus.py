@@ -251,6 +251,7 @@ def test_a_stage_says_the_same_line_as_doctor(project: Project, driver: dict[str
 
 
 @needs_cuda_build
+@pytest.mark.long
 def test_doctor_names_gpus_that_this_torch_has_no_kernels_for(project: Project, driver: dict[str, str]) -> None:  # noqa: F811
     old = {**driver, "STAND_IN_MODEL": "Tesla K80", "STAND_IN_CAPABILITY": "37", "STAND_IN_GPUS": "2"}
 

@@ -100,6 +100,7 @@ def test_other_types_are_refused_whatever_they_are_called(tmp_path: Path, name: 
             read()
 
 
+@pytest.mark.long
 def test_what_pillow_remarks_on_an_odd_file_is_not_printed(finished: Project, tmp_path: Path) -> None:
     odd = tmp_path / "odd.tiff"
     Image.new("L", (28, 28)).save(odd)
@@ -136,7 +137,8 @@ def link_to_device(path: Path) -> Path:
 SPECIAL = [pipe, link_to_pipe, device, link_to_device]
 
 
-@pytest.mark.parametrize("make", SPECIAL)
+@pytest.mark.parametrize("make", [link_to_pipe, device])
+@pytest.mark.long
 def test_a_pipe_or_a_device_is_refused_wherever_a_file_is_named(finished: Project, tmp_path: Path, make: Any) -> None:
     path, image = make(tmp_path / "special.png"), tmp_path / "image.png"
     Image.new("L", (28, 28)).save(image)
@@ -151,6 +153,7 @@ def test_a_pipe_or_a_device_is_refused_wherever_a_file_is_named(finished: Projec
 
 
 @pytest.mark.parametrize("make", SPECIAL)
+@pytest.mark.long
 def test_a_pipe_or_a_device_among_the_images_is_refused(project: Project, make: Any) -> None:
     for split in ("train", "test"):
         for name in ("ant", "bee"):
@@ -253,6 +256,7 @@ def test_a_network_that_computes_while_it_is_made_is_still_loaded(tmp_path: Path
     assert all(torch.equal(tensor, loaded[key]) for key, tensor in network.state_dict().items())
 
 
+@pytest.mark.long
 def test_names_in_a_file_cannot_give_orders_to_the_terminal(finished: Project, tmp_path: Path) -> None:
     image = tmp_path / "image.png"
     Image.new("L", (28, 28)).save(image)
@@ -277,6 +281,7 @@ def test_names_in_a_file_cannot_give_orders_to_the_terminal(finished: Project, t
         assert not {"\x1b", "\x07", "\r", "\u202e", "\u2028"} & set(text)
 
 
+@pytest.mark.long
 def test_a_hostile_file_name_is_written_out_too(finished: Project, tmp_path: Path) -> None:
     image = tmp_path / "a\x1b[31m\u202egnp.png"
     Image.new("L", (28, 28)).save(image)
@@ -292,6 +297,7 @@ def test_what_people_write_stays_as_it_is() -> None:
         assert printable(text) == text
 
 
+@pytest.mark.long
 def test_a_recipe_cannot_give_orders_to_the_terminal(project: Project) -> None:
     project.set_params({"recipe": f"mine{HOSTILE_NAME}"})
 

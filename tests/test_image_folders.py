@@ -536,6 +536,7 @@ def is_decoder(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in Linux's /proc")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a single core has no pool")
 @pytest.mark.parametrize("end", ["Ctrl-C", "kill"])
+@pytest.mark.long
 def test_whatever_ends_the_stage_ends_its_processes(project: Project, tmp_path: Path, end: str) -> None:
     image = picture(tmp_path / "large.jpg", size=(1500, 1500))
     for number in range(4000):

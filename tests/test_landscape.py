@@ -177,6 +177,7 @@ def test_the_time_that_is_left_follows_from_what_is_done(monkeypatch: pytest.Mon
     assert [time_left(0, done, 4) for done in (1, 2, 4)] == [", about 0:02:30 left", ", about 0:00:50 left", ""]
 
 
+@pytest.mark.long
 def test_with_all_images_swap_has_phase_3s_own_test_error_and_two_ranks_find_what_one_finds(
     finished_project: Project, tmp_path: Path
 ) -> None:
@@ -198,6 +199,7 @@ def test_with_all_images_swap_has_phase_3s_own_test_error_and_two_ranks_find_wha
             assert (a["name"], a["train_error"], a["test_error"]) == (b["name"], b["train_error"], b["test_error"])
 
 
+@pytest.mark.long
 def test_a_killed_landscape_goes_on_and_ends_with_the_same_record(finished_project: Project, tmp_path: Path) -> None:
     undisturbed, project = (finished_project.copy_to(tmp_path / name) for name in ("undisturbed", "project"))
     for copy in (undisturbed, project):

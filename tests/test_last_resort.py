@@ -186,6 +186,7 @@ def test_numbers_with_thousands_of_digits_are_refused_wherever_one_is_asked_for(
     assert_one_line(finished.stage("phase2", "--seed", digits), "is not in workers.seeds")
 
 
+@pytest.mark.long
 def test_in_the_project_of_somebody_else_the_word_of_git_is_passed_on(finished: Project) -> None:
     for command in ("doctor", "compare"):
         done = finished.swap(command, GIT_TEST_ASSUME_DIFFERENT_OWNER="1")

@@ -25,6 +25,7 @@ def content_of(root: Path) -> Content:
 
 
 @pytest.mark.parametrize("command", [("doctor",), ("clean", "--dry-run"), ("clean", "--dry-run", "--all")])
+@pytest.mark.long
 def test_doctor_and_a_dry_run_change_nothing_not_even_through_links_named_like_locks(
     finished: Project, tmp_path: Path, command: tuple[str, ...]
 ) -> None:

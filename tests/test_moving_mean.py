@@ -86,6 +86,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bytes(tmp_path: Path) -> None:
         assert torch.equal(one, other), name
 
 
+@pytest.mark.long
 def test_phase_3_gives_a_single_mean_statistics_of_its_own_and_leaves_other_single_models_alone(
     project: Project,
 ) -> None:

@@ -693,6 +693,7 @@ def test_swap_plan_needs_neither_data_nor_gpus(tmp_path: Path) -> None:
     assert numbers["times"]["phase1"]["seconds"] == pytest.approx(numbers["phase1"]["samples"] / 40_000)
 
 
+@pytest.mark.long
 def test_swap_plan_measures_this_machine_and_fits_a_pipe(tmp_path: Path) -> None:
     done = swap_plan(tmp_path, "--params", str(ROOT / "recipes" / "fashion-mini.yaml"))
     assert done.returncode == 0, done.stderr

@@ -72,6 +72,7 @@ def test_a_pipeline_killed_again_and_again_goes_on_each_time_and_ends_in_the_sam
         assert project.bytes_of(file) == undisturbed.bytes_of(file)
 
 
+@pytest.mark.long
 def test_phase_3_killed_while_it_works_ends_in_the_same_bytes(undisturbed: Project, tmp_path: Path) -> None:
     reference, project = (undisturbed.copy_to(tmp_path / name) for name in ("reference", "project"))
     for copy in (reference, project):
@@ -135,6 +136,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed_alone(undisturbed: Project, 
     wait_until(lambda: processes_in(project.root) == [], seconds=10)
 
 
+@pytest.mark.long
 def test_two_launchers_of_one_job_train_it_once(undisturbed: Project, tmp_path: Path) -> None:
     project = undisturbed.copy_to(tmp_path / "project")
     project.set_params({"seed": 9})
@@ -145,6 +147,7 @@ def test_two_launchers_of_one_job_train_it_once(undisturbed: Project, tmp_path: 
     assert project.trained("phase1") == 2
 
 
+@pytest.mark.long
 def test_a_worker_that_waited_while_params_changed_does_not_train_under_the_old_name(
     undisturbed: Project, tmp_path: Path
 ) -> None:
@@ -232,6 +235,7 @@ def exchange(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, flip_a_byte, exchange], ids=["lost", "damaged", "exchanged"])
+@pytest.mark.long
 def test_a_kept_model_that_was_harmed_before_the_resume_is_made_again(
     harm: Callable[[Path], None], undisturbed: Project, tmp_path: Path
 ) -> None:
@@ -248,6 +252,7 @@ def test_a_kept_model_that_was_harmed_before_the_resume_is_made_again(
         assert project.bytes_of(file) == undisturbed.bytes_of(file)
 
 
+@pytest.mark.long
 def test_a_model_kept_late_is_made_again_from_the_snapshot_before_it(undisturbed: Project, tmp_path: Path) -> None:
     project = undisturbed.copy_to(tmp_path / "project")
     project.set_params({"phase2.keep_epochs": "all"})
@@ -263,6 +268,7 @@ def test_a_model_kept_late_is_made_again_from_the_snapshot_before_it(undisturbed
     assert project.bytes_of(file) == undisturbed.bytes_of(file)
 
 
+@pytest.mark.long
 def test_scratch_that_is_deleted_while_workers_train_costs_time_but_no_file(
     undisturbed: Project, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def errors_in(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error: ")]
 
 
+@pytest.mark.long
 def test_params_that_are_edited_while_workers_train_end_in_one_line_and_never_in_a_mixture(
     finished: Project, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_code_that_was_another_for_a_moment_while_a_rank_started_trains_nothing(
     ],
     ids=["params", "code"],
 )
+@pytest.mark.long
 def test_workers_trained_before_and_after_an_edit_are_not_averaged(
     edit: Callable[[Project], object], named: str, finished: Project
 ) -> None:
@@ -140,6 +142,7 @@ def append(path: Path, text: str) -> None:
     path.write_text(path.read_text() + text)
 
 
+@pytest.mark.long
 def test_a_file_that_is_written_again_as_it_was_is_no_change(project: Project) -> None:
     project.set_params({"phase1.max_epochs": 30})
     code_file = project.root / "swap_pipeline" / "training" / "loop.py"
@@ -265,6 +268,7 @@ def test_a_result_in_scratch_shares_its_files_with_neither_workspace_nor_cache(f
 
 
 @pytest.mark.parametrize("kind", ["hardlink", "symlink", "copy"])
+@pytest.mark.long
 def test_after_a_damaged_file_is_deleted_it_comes_back_whole_also_where_the_cache_was_damaged_with_it(
     kind: str, project: Project
 ) -> None:

@@ -111,6 +111,7 @@ def test_landscapes_of_image_files_are_the_same_whether_their_batches_are_kept_o
     assert kept[0] == kept[2]
 
 
+@pytest.mark.long
 def test_statistics_at_a_point_are_computed_as_phase_3_says(prepared: Path) -> None:
     network = new_network({"name": "resnet9", "width": 2, "channels": 3, "num_classes": 3}, seed=1)
     weights = torch.cat([parameter.detach().double().reshape(-1) for parameter in network.parameters()])

@@ -78,6 +78,7 @@ def submitted(*seeds: int) -> tuple[Sbatch, list[Submitted]]:
     return place, place.start([worker(seed) for seed in seeds], room=1, display=display())
 
 
+@pytest.mark.long
 def test_an_array_of_many_workers_keeps_within_what_slurm_takes() -> None:
     _, works = submitted(*range(100))
     words = Path("calls").read_text()

@@ -121,6 +121,7 @@ def selected(validated: Project, tmp_path_factory: pytest.TempPathFactory) -> Pr
     return project
 
 
+@pytest.mark.long
 def test_phase_3_takes_whom_the_analysis_of_all_choices_says_it_should(selected: Project) -> None:
     phase3, analysis = selected.json("metrics/phase3.json"), selected.json("analysis/workers.json")
     assert analysis["split"] == "validation"
@@ -186,6 +187,7 @@ def test_a_job_that_was_killed_measures_nothing_twice(
     assert found["validation_loss"] == before["validation_loss"]
 
 
+@pytest.mark.long
 def test_two_ranks_take_the_same(selected: Project, tmp_path: Path) -> None:
     project = selected.copy_to(tmp_path / "project")
     before = project.json("metrics/phase3.json")

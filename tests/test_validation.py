@@ -220,6 +220,7 @@ def without_test_and_times(value: Any) -> Any:
     return [without_test_and_times(entry) for entry in value] if isinstance(value, list) else value
 
 
+@pytest.mark.long
 def test_test_images_change_nothing_but_the_final_models_test_figures(validated: Project, mislabelled: Project) -> None:
     assert digests(validated) == digests(mislabelled)
     for name in ("phase1", "phase2/seed_0", "phase2/seed_1", "phase2/seed_2", "phase3"):
