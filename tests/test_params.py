@@ -104,6 +104,13 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
             [[0, 1], [24, 0]],
             "phase1.peak_lr and phase1.warmup_epochs have no effect beside phase1.lr_knots",
         ),
+        ("phase1.schedule", "poly", "phase1.schedule is 'poly': choose one of linear, cosine, constant"),
+        (
+            "phase2",
+            {"batch_size": 90, "epochs": 8, "schedule": "cosine", "lr_knots": [[0, 1], [8, 0]]},
+            "phase2.schedule has no effect beside phase2.lr_knots",
+        ),
+        ("optimizer.clip_norm", 0, "optimizer.clip_norm is 0, but must be above 0"),
         ("phase1.min_scale", 0.5, "phase1.min_scale has no effect without phase1.image_size"),
         ("phase2.first_epoch", 5, "phase2.first_epoch has no effect where nothing is given by epoch"),
         ("small_batch", {}, "small_batch is not a known parameter"),

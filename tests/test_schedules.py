@@ -113,6 +113,27 @@ def test_each_cycle_warms_up_anew() -> None:
     assert [rate(epoch) for epoch in range(8)] == pytest.approx([0, 0.5, 1, 0.5, 0, 0.5, 1, 0.5])
 
 
+def test_after_the_warm_up_a_rate_may_fall_along_half_a_cosine_wave() -> None:
+    rate = learning_rate_of(a_schedule(peak_lr=0.4, warmup_epochs=2, schedule="cosine"), epochs=8)
+    root = 2**0.5 / 2  # cos 45°
+    expected = [0, 0.2, 0.4, 0.2 * (1 + root), 0.2, 0.2 * (1 - root), 0]
+    assert [rate(epoch) for epoch in (0, 1, 2, 3.5, 5, 6.5, 8)] == close(expected)
+
+
+def test_each_cycle_falls_along_a_cosine_of_its_own_and_is_drawn_so() -> None:
+    rate = learning_rate_of(a_schedule(peak_lr=1.0, schedule="cosine"), epochs=8, cycles=2)
+    drawn = rate.drawn()
+    assert [rate(epoch) for epoch in (0, 2, 4, 6)] == close([1, 0.5, 1, 0.5])
+    assert [point for point in drawn if point[0] == 4] == [(4, 0), (4, 0), (4, 1)]
+    assert [epoch for epoch, _ in drawn] == sorted(epoch for epoch, _ in drawn)
+    assert max(abs(value - rate(epoch)) for epoch, value in drawn if 0 < epoch < 8 and epoch != 4) == 0
+
+
+def test_after_the_warm_up_a_rate_may_stay_at_the_peak() -> None:
+    rate = learning_rate_of(a_schedule(peak_lr=0.4, warmup_epochs=2, schedule="constant"), epochs=8)
+    assert [rate(epoch) for epoch in (0, 1, 2, 5, 8)] == close([0, 0.2, 0.4, 0.4, 0.4])
+
+
 def test_a_run_can_take_up_a_course_in_its_middle() -> None:
     given = a_schedule(lr_knots=((0, 1.0), (4, 2.0), (4, 0.5), (10, 0.2), (12, 0.0)))
     whole = learning_rate_of(given, epochs=12)

@@ -245,6 +245,33 @@ def test_without_torch_s_private_functions_steps_and_copies_have_the_same_bytes(
     assert all(torch.equal(one, other) for one, other in zip(usual, moved(), strict=True))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("norm", [0.5, 50.0])
+def test_a_gradient_longer_than_clip_norm_is_scaled_down_to_it(norm: float, precision: Any) -> None:
+    """By its true length, whatever fp16 scales it by: (3, 4) has 5, so a clip at 0.5 leaves a tenth."""
+    layer = nn.Linear(2, 1, bias=False)
+    before, gradient = layer.weight.detach().clone(), torch.tensor([[3.0, 4.0]])
+    plain = Optimizer(momentum=0.0, nesterov=False, weight_decay=0.0, clip_norm=norm)
+    scaler = Scaler(precision, torch.device("cpu"))
+    sgd = Sgd(layer, plain, scaler)
+
+    scaler.scale((layer.weight * gradient).sum()).backward()
+    sgd.step(0.1, skip_if=torch.tensor(0.0))
+
+    torch.testing.assert_close(layer.weight.detach(), before - 0.1 * gradient * min(1, norm / 5))
+
+
+def test_clipping_does_not_take_a_step_that_is_called_off() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    before = layer.weight.detach().clone()
+    sgd = Sgd(layer, replace(NESTEROV, clip_norm=1.0), Scaler("fp32", torch.device("cpu")))
+    layer.weight.grad = torch.tensor([[math.inf, 1.0]])
+
+    sgd.step(0.1, skip_if=torch.tensor(1.0))
+
+    assert torch.equal(layer.weight.detach(), before)
+
+
 def test_gradients_that_are_laid_out_otherwise_than_their_parameter_move_it_the_same_way() -> None:
     layer = nn.Linear(3, 2, bias=False)
     before, gradient = layer.weight.detach().clone(), torch.randn(3, 2).t()

@@ -77,6 +77,9 @@ class Optimizer:
     weight_decay: float = knob("L2 penalty, added to the gradient", default=5e-4, minimum=0)
     decay_norms: bool = knob("weight decay also on the scales and shifts of norm layers", default=True)
     decay_biases: bool = knob("weight decay also on the biases of other layers", default=True)
+    clip_norm: float | None = knob(
+        "a gradient with a longer norm, over all parameters, is scaled down to this one", default=None, above=0
+    )
     label_smoothing: float = knob(
         "probability mass moved from the true class to all classes", default=0.0, minimum=0, maximum=1
     )
@@ -117,8 +120,13 @@ class Schedule:
     warmup_epochs: float | None = knob(
         "epochs of linear rise from 0 to the peak; none if left out", default=None, minimum=0
     )
+    schedule: Literal["linear", "cosine", "constant"] = knob(
+        "the learning rate after the warm-up: down to 0 in a straight line, down to 0 along half a cosine wave, or "
+        "constant",
+        default="linear",
+    )
     lr_knots: Knots | None = knob(
-        "the learning rate by epoch, instead of peak_lr and warmup_epochs", default=None, minimum=0
+        "the learning rate by epoch, instead of peak_lr, warmup_epochs and schedule", default=None, minimum=0
     )
     image_size: IntByEpoch | None = knob(
         "side in pixels to which images read from files are resized", default=None, minimum=1
@@ -186,7 +194,7 @@ class Leaving:
 class Phase1(Leaving, Schedule):
     """Large batches, all devices, one model."""
 
-    max_epochs: int = knob("the learning rate falls to 0 at the end of this many epochs", minimum=1)
+    max_epochs: int = knob("the phase ends here at the latest; a learning rate that falls reaches 0 here", minimum=1)
     keep_epochs: EpochList = knob(
         "epochs whose models are kept beside the last, for the analysis; a list, or all", default=(), minimum=1
     )

@@ -83,6 +83,7 @@ def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "e
             raise SwapError(f"{name}.peak_lr is missing: add it, or the whole course as {name}.lr_knots")
     else:
         idle = [f"{name}.{entry}" for entry in ("peak_lr", "warmup_epochs") if getattr(given, entry) is not None]
+        idle += [f"{name}.schedule"] if given.schedule != "linear" else []
         if idle:
             have = "has" if len(idle) == 1 else "have"
             raise SwapError(

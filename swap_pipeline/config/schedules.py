@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +36,37 @@ class PiecewiseLinear:
             return self.values[-1]
         left = right - 1
         share = (epoch - self.epochs[left]) / (self.epochs[right] - self.epochs[left])
-        return self.values[left] + share * (self.values[right] - self.values[left])
+        return self._between(share, self.values[left], self.values[right])
+
+    def _between(self, share: float, first: float, last: float) -> float:
+        return first + share * (last - first)
+
+    def drawn(self) -> list[tuple[float, float]]:
+        """Epochs and values that show the whole course if straight lines join them."""
+        return list(zip(self.epochs, self.values, strict=True))
 
 
-def warmup_then_decay(*, peak: float, warmup_epochs: float, epochs: float) -> PiecewiseLinear:
+class CosineFall(PiecewiseLinear):
+    """The same, but where it falls it does so along half a cosine wave."""
+
+    def _between(self, share: float, first: float, last: float) -> float:
+        if last < first:
+            share = (1 - math.cos(math.pi * share)) / 2
+        return super()._between(share, first, last)
+
+    def drawn(self) -> list[tuple[float, float]]:
+        points = super().drawn()
+        for (first, high), (last, low) in itertools.pairwise(super().drawn()):
+            if low < high and first < last:
+                inside = [first + (last - first) * part / 32 for part in range(1, 32)]
+                points += [(epoch, self(epoch)) for epoch in inside]
+        return sorted(points, key=lambda point: point[0])  # keeps the two points of a jump in their order
+
+
+def warmup_then_decay(*, peak: float, warmup_epochs: float, epochs: float, schedule: str = "linear") -> PiecewiseLinear:
     """From 0 up to `peak` at `warmup_epochs`, then down to 0 at `epochs`; with no warm-up it starts at the peak."""
-    return PiecewiseLinear((0, warmup_epochs, epochs), (0, peak, 0))
+    kind = CosineFall if schedule == "cosine" else PiecewiseLinear
+    return kind((0, warmup_epochs, epochs), (0, peak, peak if schedule == "constant" else 0))
 
 
 def learning_rate_of(given: Schedule, *, epochs: int, cycles: int = 1, first_epoch: int = 0) -> PiecewiseLinear:
@@ -52,8 +79,8 @@ def learning_rate_of(given: Schedule, *, epochs: int, cycles: int = 1, first_epo
     length = epochs / cycles
     # A run of 0 epochs may have a warm-up in its section: it is not used.
     warmup_epochs = min(given.warmup_epochs or 0, length)
-    cycle = warmup_then_decay(peak=given.peak_lr, warmup_epochs=warmup_epochs, epochs=length)
-    return PiecewiseLinear(
+    cycle = warmup_then_decay(peak=given.peak_lr, warmup_epochs=warmup_epochs, epochs=length, schedule=given.schedule)
+    return type(cycle)(
         tuple(k * length + epoch for k in range(cycles) for epoch in cycle.epochs), tuple(cycle.values) * cycles
     )
 

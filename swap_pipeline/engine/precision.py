@@ -74,6 +74,10 @@ class Scaler:
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return self._scaler.scale(loss)
 
+    def unscale(self, sgd: torch.optim.Optimizer) -> None:
+        """Divide the gradients of a step by the scale before the step, for what looks at their size."""
+        self._scaler.unscale_(sgd)
+
     def step(self, sgd: torch.optim.Optimizer) -> None:
         """Take the step on unscaled gradients unless one of them overflowed, and adapt the scale."""
         self._scaler.step(sgd)

@@ -71,8 +71,8 @@ def course_of(
 
 
 def rates_until(rate: PiecewiseLinear, end: float) -> Points:
-    """The knots from 0 to `end`; there, where it comes from, should it jump."""
-    knots = list(zip(rate.epochs, rate.values, strict=True))
+    """The course from 0 to `end`; there, where it comes from, should it jump."""
+    knots = rate.drawn()
     at_end = next((value for epoch, value in knots if epoch == end), rate(end))
     return ((0.0, rate(0)), *(knot for knot in knots if 0 < knot[0] < end), (end, at_end))
 

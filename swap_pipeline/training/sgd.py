@@ -28,7 +28,7 @@ class Sgd:
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler) -> None:
         self._named = dict(network.named_parameters())
-        self.scaler = scaler
+        self.scaler, self._clip_norm = scaler, optimizer.clip_norm
         self._settings: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
         spared = _spared_from_decay(network, norms=not optimizer.decay_norms, biases=not optimizer.decay_biases)
         # Laid out like the parameters: the fused step walks both side by side. Left to torch, it would take them from
@@ -54,6 +54,10 @@ class Sgd:
 
     @torch.no_grad()
     def step(self, rate: float, *, skip_if: torch.Tensor) -> None:
+        if self._clip_norm is not None:
+            if self.scaler.is_active:
+                self.scaler.unscale(self._sgd_of_torch)
+            nn.utils.clip_grad_norm_(self._named.values(), self._clip_norm)
         moved = [group.moved() for group in self._groups]
         if self.scaler.is_active or _FUSED_STEP is None:
             for settings in self._sgd_of_torch.param_groups:
