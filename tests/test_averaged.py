@@ -69,7 +69,7 @@ def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
 
     monkeypatch.chdir(finished_project.root)
     monkeypatch.setattr(job, "time", clock)
-    monkeypatch.setattr(job, "average_files", taking(2, job.average_files))
+    monkeypatch.setattr(job, "average_on_ranks", taking(2, job.average_on_ranks))
     for name, cost in (("open", 1000), ("recompute_statistics", 3), ("score", 100)):
         monkeypatch.setattr(Averager, name, taking(cost, getattr(Averager, name)))
     params, folder = read_params(), JobFolder(tmp_path / "job")
@@ -86,35 +86,6 @@ def test_the_clock_of_an_average_stands_still_while_it_starts_and_is_tested(
 
     assert read_json(folder.result / "record.json")["seconds"] == 5
     assert clock.now == 1000 + 2 + 3 + 100
-
-
-@pytest.mark.parametrize(("ranks", "threads"), [(1, 1), (2, 2), (12, 8)])
-def test_ranks_that_wait_lend_their_cores_to_averaging(
-    finished_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
-) -> None:
-    from swap_pipeline.averaging import job
-    from swap_pipeline.engine.distributed import process_group
-
-    seen, average_files = [], job.average_files
-
-    def seen_average(*given: Any, threads: int, **more: Any) -> None:
-        seen.append(threads)
-        average_files(*given, threads=threads, **more)
-
-    monkeypatch.chdir(finished_project.root)
-    monkeypatch.setattr(job, "average_files", seen_average)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": ranks, "SWAP_DEVICE": "cpu"}.items():
-        monkeypatch.setenv(name, str(value))
-    params = read_params()
-
-    with process_group() as group:
-        averager = Averager.open(setting_of(params), params.phase3, group)
-        averager.average(
-            [Path(f"checkpoints/phase2/seed_{seed}/model.safetensors") for seed in (0, 1)],
-            tmp_path / "mean.safetensors",
-        )
-
-    assert seen == [threads]
 
 
 def test_workers_keep_the_models_that_params_list(finished_project: Project) -> None:

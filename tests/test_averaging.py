@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from swap_pipeline.averaging import mean
-from swap_pipeline.averaging.mean import average_files
+from swap_pipeline.averaging.mean import average_files, share_out
 from swap_pipeline.errors import SwapError
-from swap_pipeline.storage.tensor_files import TensorFile, read_tensors, write_tensors
+from swap_pipeline.storage.tensor_files import Spec, TensorFile, read_tensors, write_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 SIGNIFICANT_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -368,3 +368,47 @@ def test_averaging_holds_a_few_tensors_in_memory_and_never_a_whole_network(tmp_p
 
     assert int(done.stdout) < num_tensors * megabyte / 2
     assert read_tensors(tmp_path / "mean")[0]["t39"][0].item() == 1.5
+
+
+RANKS = """
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from swap_pipeline.averaging.mean import average_on_ranks
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.storage.tensor_files import write_tensors
+
+folder, num_ranks = Path(sys.argv[1]), int(sys.argv[2])
+paths = sorted(folder.glob("seed_*/model.safetensors"))
+children = []
+for rank in range(num_ranks):
+    if not (child := os.fork()):
+        group = Group(rank=rank, world_size=num_ranks, device=torch.device("cpu"))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=num_ranks)
+        write_tensors(folder / f"rank_{rank}", average_on_ranks(paths, group), {})
+        os._exit(0)
+    children.append(child)
+sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_the_tensors_all_have_the_mean_of_one_process(tmp_path: Path, num_ranks: int) -> None:
+    paths = write_workers(tmp_path, [weights_of_worker(number) for number in range(3)])
+    average_files(paths, tmp_path / "by one", {})
+
+    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path), str(num_ranks)], cwd=ROOT, check=True)
+
+    for rank in range(num_ranks):
+        assert (tmp_path / f"rank_{rank}").read_bytes() == (tmp_path / "by one").read_bytes()
+
+
+def test_tensors_are_shared_out_evenly() -> None:
+    layout = {f"t{size}": Spec(torch.float32, (size,)) for size in (0, 1, 7, 100, 101, 250, 251, 999, 1000, 3000)}
+
+    rank_of = share_out(layout, 3)
+
+    loads = [sum(layout[key].num_bytes for key, rank in rank_of.items() if rank == of) for of in range(3)]
+    assert rank_of.keys() == layout.keys()
+    assert sorted(loads) == [4 * (1 + 101 + 250 + 1000), 4 * (7 + 100 + 251 + 999), 4 * 3000]

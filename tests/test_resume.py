@@ -78,7 +78,12 @@ def test_phase_3_killed_while_it_works_ends_in_the_same_bytes(undisturbed: Proje
     for copy in (reference, project):
         copy.set_params({"phase3.batch_size": 40})
     reference.dvc("repro")
-    start_and_signal(project, lambda: any((project.root / ".swap/phase3").glob("*/mean.safetensors")), signal.SIGKILL)
+    before = set((project.root / ".swap/phase3").glob("*"))
+
+    def has_measured() -> bool:
+        return any(path.parents[1] not in before for path in (project.root / ".swap/phase3").glob("*/kept/*.json"))
+
+    start_and_signal(project, has_measured, signal.SIGKILL)
     wait_until(lambda: processes_in(project.root) == [], seconds=10)
     assert project.trained("phase3") == 1  # the one before
 

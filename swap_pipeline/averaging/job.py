@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from swap_pipeline.averaging.mean import average_files, check_origin
+from swap_pipeline.averaging.mean import average_on_ranks, check_origin
 from swap_pipeline.averaging.selection import select_greedily
 from swap_pipeline.config.common_params import Setting
 from swap_pipeline.config.params import Phase3
@@ -27,10 +27,7 @@ from swap_pipeline.models.networks import describe_network, new_network
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.progress import Reporter, time_left
 from swap_pipeline.storage.tensor_files import TensorFile
-from swap_pipeline.storage.weights import load_weights
-
-# Of averaging: each takes up to 4 MB, and opens all files.
-_MOST_THREADS = 8
+from swap_pipeline.storage.weights import check_fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,39 +55,29 @@ class Averager:
             network=new_network(description, seed=0),
         )
 
-    def average(self, models: Sequence[Path], mean: Path, reporter: Reporter | None = None, *, done: int = 0) -> float:
-        """Give `network` the mean of `models`, by way of the file `mean`, and statistics; returns the seconds.
+    def average(self, models: Sequence[Path], reporter: Reporter | None = None, *, done: int = 0) -> float:
+        """Give `network` the mean of `models`, and statistics; returns the seconds.
 
         A single model stays as it is, statistics too, unless it is a mean of weights itself (`ema_decay`).
         """
-        for path in models:
-            check_origin(path, {"model": self.description, "classes": list(self.data.meta.classes)})
+        if self.group.is_main:
+            for path in models:
+                check_origin(path, {"model": self.description, "classes": list(self.data.meta.classes)})
+        check_fits(self.network, models[0])
         self.group.wait()
         began = time.perf_counter()
-        if len(models) == 1 and "ema_decay" not in TensorFile(models[0]).info:
-            load_weights(self.network, models[0])
-            set_up(self.network, self.setting.compute, self.group)
-            if reporter is not None:
-                reporter.done(done + 2, "one model, which stays as it is")
-            return time.perf_counter() - began
-        if self.group.is_main:
-            # For the ranks to read, then it goes. They wait meanwhile, so their cores can help.
-            threads = min(self.group.ranks_here, _MOST_THREADS)
-            average_files(models, mean, {}, threads=threads, durable=False)
-        self.group.wait()
-        if reporter is not None:
-            reporter.done(done + 1, f"averaged {len(models)} models")
-        load_weights(self.network, mean)
+        self.network.load_state_dict(average_on_ranks(models, self.group))
         set_up(self.network, self.setting.compute, self.group)
-        layers = self.recompute_statistics(view_of_checkpoint(models[-1]))
+        if len(models) == 1 and "ema_decay" not in TensorFile(models[0]).info:
+            words = ["one model, which stays as it is"]
+        else:
+            layers = self.recompute_statistics(view_of_checkpoint(models[-1]))
+            statistics = f"statistics of {layers} batch-norm layers"
+            words = [f"averaged {len(models)} models", statistics if layers else "no batch norm, so no statistics"]
         self.group.finish_queued_work()
         seconds = time.perf_counter() - began
-        self.group.wait()
-        if self.group.is_main:
-            mean.unlink()
         if reporter is not None:
-            what = f"statistics of {layers} batch-norm layers"
-            reporter.done(done + 2, what if layers else "no batch norm, so no statistics to compute")
+            reporter.done(done + 2, ", ".join(words))
         return seconds
 
     def recompute_statistics(self, view: View | None) -> int:
@@ -164,7 +151,7 @@ def run_averaging_job(
         sets = {key: [path for seed in seeds for path in of[seed]] for key, of in course.items()}
         models = sets.pop(label)
         points = measure(sets)
-        seconds = averager.average(models, folder.path / "mean.safetensors", reporter, done=done)
+        seconds = averager.average(models, reporter, done=done)
         seconds += sum(point["seconds"] for point in tried)
         view = view_of_checkpoint(models[-1])
         score = averager.score(view)
@@ -210,7 +197,7 @@ def measured_averages(
         kept = folder.kept / f"{label}.json"
         point = read_point(kept) if group.is_main else None
         if not group.main_says(point is not None):
-            seconds, view = averager.average(files, folder.path / "mean.safetensors"), view_of_checkpoint(files[-1])
+            seconds, view = averager.average(files), view_of_checkpoint(files[-1])
             score = averager.score(view)
             point = {"label": label, "models": len(files), **score.as_json(), "seconds": seconds}
             if final:

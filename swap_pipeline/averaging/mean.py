@@ -1,19 +1,21 @@
-"""Phase 3's mean of W weight files, a piece of a tensor in memory at a time. Knows nothing of networks.
+"""Phase 3's mean of W weight files, read a piece of a tensor at a time. Knows nothing of networks.
 
 θ̂ = (1/W) Σ θ_w    (Algorithm 1, last lines)
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from swap_pipeline.engine.distributed import Group
 from swap_pipeline.errors import SwapError, shown
-from swap_pipeline.storage.tensor_files import TensorFile, write_in_pieces
+from swap_pipeline.storage.tensor_files import Spec, TensorFile, write_in_pieces
 
 # Up to this many elements a sum is kept in float64; above it float32 is exact enough and quicker.
 _SMALL = 1 << 20
@@ -35,6 +37,39 @@ def average_files(
     files = [TensorFile(path) for path in paths]
     _check_alike(files)
     write_in_pieces(out, files[0].layout, lambda key: _mean(files, key), info, threads=threads, durable=durable)
+
+
+def average_on_ranks(paths: Sequence[Path], group: Group) -> dict[str, torch.Tensor]:
+    """The same mean as tensors on every rank: each rank averages a part of them and sends it to the others.
+
+    So every byte of the files is read once, however many ranks and nodes there are.
+    """
+    assert paths
+    files = [TensorFile(path) for path in paths]
+    _check_alike(files)
+    layout = files[0].layout
+    rank_of = share_out(layout, group.world_size)
+    means = {key: _whole(_mean(files, key) if rank == group.rank else (), layout[key]) for key, rank in rank_of.items()}
+    return {key: group.send(means[key], sender=rank_of[key]) for key in layout}
+
+
+def share_out(layout: Mapping[str, Spec], num_ranks: int) -> dict[str, int]:
+    """Which rank averages each tensor: the largest first, each to the rank that has the fewest bytes so far."""
+    loads = [(0, rank) for rank in range(num_ranks)]
+    rank_of = {}
+    for key in sorted(layout, key=lambda key: (-layout[key].num_bytes, key)):
+        load, rank_of[key] = loads[0]
+        heapq.heapreplace(loads, (load + layout[key].num_bytes, rank_of[key]))
+    return rank_of
+
+
+def _whole(pieces: Iterable[torch.Tensor], spec: Spec) -> torch.Tensor:
+    """A tensor from its values piece by piece; without them, room for it."""
+    flat, end = torch.empty(spec.num_elements, dtype=spec.dtype), 0
+    for piece in pieces:
+        start, end = end, end + piece.numel()
+        flat[start:end] = piece.reshape(-1)
+    return flat.reshape(spec.shape)
 
 
 def _mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:

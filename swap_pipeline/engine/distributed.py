@@ -25,8 +25,6 @@ class Group:
     rank: int
     world_size: int
     device: torch.device
-    ranks_here: int = 1
-    """of these processes, how many are on this node"""
 
     @property
     def is_main(self) -> bool:
@@ -72,6 +70,13 @@ class Group:
             rows = [tensor]
         return torch.stack(rows)
 
+    def send(self, tensor: torch.Tensor, *, sender: int) -> torch.Tensor:
+        """The tensor that the rank `sender` has, on this rank's device; the others give one of its shape and type."""
+        tensor = tensor.to(self.device)
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=sender)
+        return tensor
+
     def number_of_main(self, number: int) -> int:
         """The main rank's number, for all ranks to act on."""
         return int(self.sum(torch.tensor(number if self.is_main else 0, device=self.device)).item())
@@ -100,8 +105,7 @@ def process_group(*, deterministic: bool = False) -> Iterator[Group]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the launcher says so, torchrun by hand does not
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun says so; started otherwise, a rank has its own node
-    group = Group(rank=rank, world_size=world_size, device=device, ranks_here=here)
+    group = Group(rank=rank, world_size=world_size, device=device)
     if world_size == 1:
         with _explained(device):
             yield group
