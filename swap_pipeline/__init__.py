@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up on first use: importing torch takes seconds, and the launcher and `swap --help` need none of it.
+    # Imported on first use: importing torch takes seconds, and neither the launcher nor `swap --help` needs it.
     if name == "load_model":
         from swap_pipeline.models.networks import load_model
 

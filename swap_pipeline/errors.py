@@ -1,4 +1,4 @@
-"""The one kind of error that is meant for the person at the keyboard, and values as it shows them."""
+"""The error type for messages meant for the user, and helpers that format values for them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class SwapError(ValueError):
-    """Something the user can fix: its text names what is wrong, where, and what to do.
+    """Something the user can fix: the message says what is wrong, where, and what to do.
 
-    Stages print it as a single line and leave with exit code 1. What nobody foresaw is for `last_resort`.
+    Stages print it as a single line and exit with code 1. Unforeseen errors are handled by `last_resort`.
     """
 
 
 class DamagedFileError(SwapError):
-    """A file that does not hold what was once written to it."""
+    """A file whose contents are not what was written to it."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class _Short(reprlib.Repr):
         self.maxlevel = 3
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python itself refuses to write out numbers of more than 4,300 digits.
+        # Python itself refuses to print numbers of more than 4,300 digits.
         return super().repr_int(x, level) if x.bit_length() < 10_000 else f"a number of {x.bit_length()} bits"
 
 
@@ -43,14 +43,14 @@ _SHORT = _Short()
 
 
 def shown(value: Any) -> str:
-    """A value from somebody's file, as Python writes it: on one line and never long."""
+    """The repr of a value from a user's file, short and on one line."""
     return _SHORT.repr(value)
 
 
 def did_you_mean(name: Any, known: Iterable[str], *, otherwise: str | None = None) -> str:
-    """How to go on after a misspelt name: the closest of the known ones (of a mapping, what they stand for).
+    """A hint after a misspelt name: the closest known names (for a mapping, their values).
 
-    Where none is close, `otherwise`; by default all that are known.
+    If none is close, `otherwise`; by default a list of all known names.
     """
     meant = known if isinstance(known, Mapping) else {each: each for each in known}
     by_lower = {each.lower(): meaning for each, meaning in meant.items()}
@@ -59,15 +59,15 @@ def did_you_mean(name: Any, known: Iterable[str], *, otherwise: str | None = Non
     return f" (known: {', '.join(meant.values())})" if otherwise is None else otherwise
 
 
-# Of the marks that no text shows, those that turn its direction around: what follows would read as something else.
+# Invisible marks that reverse the text direction: what follows them would read as something else.
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 NEW_LINES = "\n\t"
-"""kept where text may have several lines"""
+"""kept in text that may have several lines"""
 _UNSEEN = ("Cc", "Cs", "Zl", "Zp")
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Text from somebody's file for a terminal: what it would obey or could not show is written out as `\\x1b`."""
+    """Text from a user's file, safe for a terminal: control and other invisible characters are escaped as `\\x1b`."""
     return "".join(
         letter.encode("unicode_escape").decode()
         if letter not in keep and (letter in _DIRECTIONS or unicodedata.category(letter) in _UNSEEN)

@@ -108,7 +108,7 @@ def test_params_lists_those_of_the_project_or_of_a_recipe_without_torch(finished
         "key": "phase1.shards",
         "value": "8",
         "default": "1",
-        "doc": "equal parts of a batch, each normalised on its own (batch norm); "
+        "doc": "equal parts of a batch, each normalised separately (batch norm); "
         "at most this many devices share the run",
     }
     assert found["data.name"]["default"] is None

@@ -60,7 +60,7 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
             "phase1.batch_size is '480', but must be a whole number (write it without quotes)",
         ),
         ("phase1.batch_size", "many", "phase1.batch_size is 'many', but must be a whole number"),
-        ("phase1.stop_accuracy", 0.91, "phase1.stop_accuracy is 0.91, but in percent: write 91"),
+        ("phase1.stop_accuracy", 0.91, "phase1.stop_accuracy is 0.91, but is in percent: write 91"),
         ("phase1.batch_size", 1.5, "phase1.batch_size is 1.5, but must be a whole number"),
         ("phase1.batch_size", True, "phase1.batch_size is True, but must be a whole number"),
         ("phase1.batch_size", 0, "phase1.batch_size is 0, but must be at least 1"),
@@ -102,7 +102,7 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         (
             "phase1.lr_knots",
             [[0, 1], [24, 0]],
-            "phase1.peak_lr and phase1.warmup_epochs have no effect beside phase1.lr_knots",
+            "phase1.peak_lr and phase1.warmup_epochs have no effect with phase1.lr_knots",
         ),
         ("phase1.schedule", "poly", "phase1.schedule is 'poly': choose one of linear, cosine, constant"),
         (
@@ -112,7 +112,7 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ),
         ("optimizer.clip_norm", 0, "optimizer.clip_norm is 0, but must be above 0"),
         ("phase1.min_scale", 0.5, "phase1.min_scale has no effect without phase1.image_size"),
-        ("phase2.first_epoch", 5, "phase2.first_epoch has no effect where nothing is given by epoch"),
+        ("phase2.first_epoch", 5, "phase2.first_epoch has no effect if nothing is given by epoch"),
         ("small_batch", {}, "small_batch is not a known parameter"),
         ("method", 3, "method is 3, but must be text"),
         ("seed", -1, "seed is -1, but must be at least 0"),
@@ -162,7 +162,7 @@ def test_a_course_of_the_learning_rate_may_stand_in_for_peak_and_warm_up() -> No
         ([[0, 0.1], [9, 0.1], [5, 0.1], [22, 0]], {}, "phase2.lr_knots has epochs 0, 9, 5, 22: list them in rising"),
         ([[0, -0.1], [22, 0]], {}, "phase2.lr_knots[0][1] is -0.1, but must be at least 0"),
         ([], {}, "phase2.lr_knots is empty"),
-        ([[0, 0.1], [22, 0]], {"peak_lr": 0.1}, "phase2.peak_lr has no effect beside phase2.lr_knots"),
+        ([[0, 0.1], [22, 0]], {"peak_lr": 0.1}, "phase2.peak_lr has no effect with phase2.lr_knots"),
     ],
 )
 def test_bad_knots_are_named(knots: list[list[float]], more: dict[str, Any], message: str) -> None:
@@ -175,7 +175,7 @@ def test_bad_knots_are_named(knots: list[list[float]], more: dict[str, Any], mes
 def test_neither_peak_nor_course_is_refused_with_both_ways_out() -> None:
     incomplete = tree()
     del incomplete["phase2"]["peak_lr"]
-    with pytest.raises(SwapError, match=r"phase2\.peak_lr is missing: add it, or the whole course as phase2\.lr_knots"):
+    with pytest.raises(SwapError, match=r"peak_lr is missing: add it, or set the whole schedule as phase2\.lr_knots"):
         parse_params(incomplete)
 
 

@@ -204,4 +204,4 @@ def test_two_ranks_take_the_same(selected: Project, tmp_path: Path) -> None:
 
 def test_without_a_validation_set_it_is_refused_in_one_line(project: Project) -> None:
     project.set_params({"phase3.select": "greedy"})
-    assert_one_line(project.swap("check"), "phase3.select is greedy", "data.validation_images is 0: raise that")
+    assert_one_line(project.swap("check"), "phase3.select is greedy", "data.validation_images is 0: raise it")

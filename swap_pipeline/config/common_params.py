@@ -1,4 +1,4 @@
-"""What every job shares, whatever it computes: data, network and how numbers are computed."""
+"""Settings that every job shares: data, network and how numbers are computed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Setting:
 
     seed: int
     root: str
-    """where image files are found; what is in them was recorded when they were prepared"""
+    """where image files are found; their contents were recorded when they were prepared"""
     augment: Augment
     model: Model
     compute: Compute
 
     @property
     def seed_of_statistics(self) -> int:
-        """Order and augmentation of a pass for batch-norm statistics."""
+        """Seed for the image order and augmentation of a pass that computes batch-norm statistics."""
         return derive_seed("phase3", self.seed)
 
 

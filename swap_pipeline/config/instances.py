@@ -1,4 +1,4 @@
-"""Which run this is: the stage and, of a worker, its seed; and what follows from that."""
+"""Which run this is (a stage and, for a worker, its seed) and the names and paths derived from that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """What people call it: `phase2 seed 3`."""
+        """Display name: `phase2 seed 3`."""
         return self.stage if self.seed is None else f"{self.stage} seed {self.seed}"
 
     @property
@@ -47,12 +47,12 @@ class Instance:
 
     @property
     def has_models(self) -> bool:
-        """Whether it leaves models; others only look at those of others."""
+        """Whether it produces models; the analyses only read them."""
         return self.stage in PHASES
 
     @property
     def outs(self) -> tuple[Path, ...]:
-        """What DVC keeps of it."""
+        """Its outputs in DVC."""
         return (self.checkpoints, self.record) if self.has_models else (self.record,)
 
     @property
@@ -67,13 +67,13 @@ class Instance:
 
     @property
     def record(self) -> Path:
-        """The file with what is known of the run."""
+        """The JSON file with the run's metrics."""
         folder = Path("analysis" if self.stage in ANALYSES else "metrics")
         return folder / f"{self.stage}.json" if self.seed is None else folder / self.stage / f"seed_{self.seed}.json"
 
     @property
     def origin(self) -> dict[str, str | int | None]:
-        """What the header of its models must say of where they are from."""
+        """The origin that the headers of its models must state."""
         return {"phase": self.stage, "seed": self.seed}
 
 

@@ -1,11 +1,11 @@
-"""What the models are called that a run keeps beside its last one, and after which epochs there is one."""
+"""Names of the models that a run keeps besides its last one, and the epochs after which it keeps them."""
 
 from __future__ import annotations
 
 from swap_pipeline.config.params import EpochList
 
 LAST_MODEL = "model.safetensors"
-"""of every run, in the folder of its models"""
+"""of every run, in its checkpoints folder"""
 
 
 def label_of_epoch(epoch: int) -> str:
@@ -25,17 +25,17 @@ def _of_cycle(cycle: int) -> str:
 
 
 def models_of_cycles(*, epochs: int, cycles: int) -> dict[int, str]:
-    """Which models to keep, by epoch: those at the ends of cycles. The last cycle's is the result itself."""
+    """Models to keep, by epoch: those at the ends of cycles. The last cycle's is the result itself."""
     return {epochs // cycles * k: _of_cycle(k) for k in range(1, cycles)}
 
 
 def models_to_keep(wanted: EpochList, *, epochs: int) -> dict[int, str]:
-    """Which models of a run to keep beside its last one, by epoch, for the analysis of its course."""
+    """Models of a run to keep besides its last one, by epoch, for the analysis."""
     return {epoch: _of_epoch(epoch) for epoch in range(1, epochs) if wanted == "all" or epoch in wanted}
 
 
 def models_if_ended(epoch: int, *, epochs: int, cycles: int) -> list[str]:
-    """What of a run is averaged if it ends after `epoch`: its model, and before it those of its past cycles."""
+    """The models of a run that are averaged if it ends after `epoch`: those of its past cycles, then its last."""
     cycle = epochs // cycles
     ended = [_of_cycle(k) for k in range(1, (epoch - 1) // cycle + 1)] if cycle else []
     if epoch == epochs:

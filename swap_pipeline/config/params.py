@@ -1,7 +1,7 @@
-"""`params.yaml` as frozen objects; `reading` makes them of the file.
+"""`params.yaml` as frozen objects; `reading` builds them from the file.
 
-Every knob is declared here once: its name, type, range, meaning and, unless the file must say it, its default. A
-params file holds what people tune; whatever else is declared here may be added to it.
+Every knob is declared here once: its name, type, range, meaning and, unless the file must set it, its default. A
+params file lists the knobs that people tune; any other knob declared here may be added to it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ EpochList = tuple[int, ...] | Literal["all"]
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What is learned from."""
+    """The images to train and test on."""
 
     name: str = knob("the data set")
-    root: str = knob("folder of your own images, or of a data set's official files where there is no network")
+    root: str = knob("folder with your own images, or with a data set's official files if there is no network")
     train_images: int | Literal["all"] = knob(
         "use only this many training images, the same number of each class", default="all", minimum=1
     )
@@ -36,7 +36,7 @@ class Data:
         minimum=0,
     )
     max_gb_in_memory: float = knob(
-        "images that take more are read from their files, batch by batch", default=2.0, minimum=0
+        "larger data sets are read from their image files, batch by batch", default=2.0, minimum=0
     )
 
 
@@ -87,21 +87,21 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How numbers are computed, where that can change them."""
+    """Settings of the computation that can change its results."""
 
     precision: Precision = knob(
         "of forward and backward passes (weights are fp32); auto: bf16 on GPUs that have it, fp16 on other GPUs, "
         "fp32 on CPU; tf32: fp32 with faster, coarser products, on GPUs only",
         default="auto",
     )
-    channels_last: bool = knob("memory layout of images and weights; usually the faster one", default=True)
+    channels_last: bool = knob("channels-last memory layout for images and weights; usually faster", default=True)
     compile: bool | Literal["reduce-overhead"] = knob(
         "compile the network with torch.compile before training; reduce-overhead: on a GPU also as CUDA graphs, which "
-        "take memory and help where batches are small",
+        "take memory and help with small batches",
         default=False,
     )
     deterministic: bool = knob(
-        "only algorithms that give the same bytes each time, also on GPUs, where it costs speed", default=True
+        "use only algorithms that give the same bytes every time; slower on GPUs", default=True
     )
 
 
@@ -111,14 +111,14 @@ class Schedule:
 
     batch_size: IntByEpoch = knob("images per step, over all devices of the run together", minimum=1)
     shards: int = knob(
-        "equal parts of a batch, each normalised on its own (batch norm); at most this many devices share the run",
+        "equal parts of a batch, each normalised separately (batch norm); at most this many devices share the run",
         default=1,
         minimum=1,
         maximum=1 << 16,
     )
     peak_lr: float | None = knob("highest learning rate", default=None, above=0)
     warmup_epochs: float | None = knob(
-        "epochs of linear rise from 0 to the peak; none if left out", default=None, minimum=0
+        "epochs of linear warm-up from 0 to the peak; no warm-up if omitted", default=None, minimum=0
     )
     schedule: Literal["linear", "cosine", "constant"] = knob(
         "the learning rate after the warm-up: down to 0 in a straight line, down to 0 along half a cosine wave, or "
@@ -135,7 +135,7 @@ class Schedule:
         "images read from files: a random crop of at least this share of the area", default=None, above=0, maximum=1
     )
     ema_decay: float | None = knob(
-        "keep an exponential mean of the weights, by step, with this decay (0.99, for example); the mean is the result",
+        "keep an exponential moving average of the weights with this decay per step (e.g. 0.99); it is the result",
         default=None,
         above=0,
         maximum=1 - 1e-9,
@@ -144,25 +144,25 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
-    """When phase 1 ends. Nothing here changes its course: one course serves every value of these."""
+    """When phase 1 ends. None of these change how it trains, so one training run serves all of their values."""
 
     stop: Literal["accuracy", "plateau", "qsr", "fork"] = knob(
-        "what ends the phase before max_epochs: the training accuracy passes τ; the validation loss has stopped "
-        "falling; the learning rate is low enough for phase 2's steps without an exchange; or short trials of phase 2 "
-        "have stopped getting better (docs/choosing-tau.md)",
+        "what ends the phase before max_epochs: the training accuracy passes τ; the validation loss stops falling; "
+        "the learning rate is low enough for phase 2's steps without communication; or short trials of phase 2 "
+        "stop improving (docs/choosing-tau.md)",
         default="accuracy",
     )
     stop_accuracy: float = knob(
-        "stop: accuracy. Training accuracy in percent that ends the phase once passed (τ); 100 for never",
+        "stop: accuracy. The phase ends once training accuracy passes this percentage (τ); 100 for never",
         default=100.0,
         minimum=0,
         maximum=100,
     )
     patience: int = knob(
-        "stop: plateau. So many epochs in a row without a lower validation loss end the phase", default=5, minimum=1
+        "stop: plateau. End after this many epochs in a row without a lower validation loss", default=5, minimum=1
     )
     qsr_alpha: float | None = knob(
-        "stop: qsr. The α of H = (α/η)²: at a learning rate of η, workers may train H steps alone",
+        "stop: qsr. The α of H = (α/η)²: at a learning rate of η, workers may train H steps without communication",
         default=None,
         above=0,
     )
@@ -171,13 +171,13 @@ class Leaving:
     )
 
     fork_every: int = knob(
-        "stop: fork. So many epochs apart, after the warm-up, phase 2 is tried out", default=3, minimum=1
+        "stop: fork. Epochs between trials of phase 2, after the warm-up", default=3, minimum=1
     )
-    forks: int = knob("stop: fork. Workers of a trial", default=4, minimum=2, maximum=1 << 16)
-    fork_steps: int = knob("stop: fork. Steps of a trial", default=20, minimum=1)
+    forks: int = knob("stop: fork. Workers per trial", default=4, minimum=2, maximum=1 << 16)
+    fork_steps: int = knob("stop: fork. Steps per trial", default=20, minimum=1)
     fork_batch_size: int | None = knob("stop: fork. Phase 2's batch size", default=None, minimum=1)
     fork_lr: float | None = knob(
-        "stop: fork. Phase 2's highest learning rate; a trial goes from it to 0", default=None, above=0
+        "stop: fork. Phase 2's peak learning rate; a trial decays from it to 0", default=None, above=0
     )
 
     @property
@@ -186,7 +186,7 @@ class Leaving:
 
     @property
     def images_per_test(self) -> int:
-        """What a fork test trains on; 0 where there is none."""
+        """Training images used by a fork test; 0 if there is none."""
         return self.forks * self.fork_steps * (self.fork_batch_size or 0) if self.stop == "fork" else 0
 
 
@@ -196,7 +196,7 @@ class Phase1(Leaving, Schedule):
 
     max_epochs: int = knob("the phase ends here at the latest; a learning rate that falls reaches 0 here", minimum=1)
     keep_epochs: EpochList = knob(
-        "epochs whose models are kept beside the last, for the analysis; a list, or all", default=(), minimum=1
+        "epochs whose models are kept besides the last, for the analysis; a list, or all", default=(), minimum=1
     )
 
 
@@ -206,7 +206,7 @@ class Phase2(Schedule):
 
     epochs: int = knob("length of the phase; 0: no phase 2, the model is phase 1's", minimum=0)
     cycles: int = knob(
-        "equal parts of the phase, each ending in a model and, unless lr_knots say otherwise, from the peak down",
+        "equal parts of the phase, each decaying from the peak (unless lr_knots is set) and ending in a model",
         default=1,
         minimum=1,
     )
@@ -220,7 +220,7 @@ class Phase2(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """Who takes part in phase 2 and in the average."""
+    """The workers of phase 2, whose models are averaged."""
 
     seeds: tuple[int, ...] = knob("one worker for each of these seeds", minimum=0, maximum=2**63 - 1)
 
@@ -232,10 +232,10 @@ class Phase3:
     batch_size: int = knob(
         "images in one batch of the statistics pass; a batch is never split over devices", default=500, minimum=2
     )
-    augment: bool = knob("pass augmented images, as seen in training, instead of plain ones", default=False)
+    augment: bool = knob("use augmented images, as in training, instead of plain ones", default=False)
     select: Literal["all", "greedy"] = knob(
-        "average all workers; or the best on the validation images, and each further one that does not make the "
-        "average worse there",
+        "all: average all workers; greedy: start with the best on the validation images, then add each one that "
+        "does not make the average worse there",
         default="all",
     )
 
@@ -247,7 +247,7 @@ class Params:
     recipe: str = knob("the file in recipes/ that this one came from; or a name of your own")
     method: str = knob("a label for tables and reports: what kind of training this is", default="swap")
     seed: int = knob(
-        "initial weights, data order and augmentation; another seed is another repeat", minimum=0, maximum=2**63 - 1
+        "for initial weights, data order and augmentation; another seed is another repeat", minimum=0, maximum=2**63 - 1
     )
     data: Data
     augment: Augment

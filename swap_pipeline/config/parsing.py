@@ -1,4 +1,4 @@
-"""A YAML file as frozen, checked objects. Each error names the dotted key, the value found and the way out."""
+"""A YAML file as frozen, checked objects. Each error names the dotted key, the value found and the fix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from swap_pipeline.errors import SwapError, did_you_mean, shown
 from swap_pipeline.storage.files import read_yaml
 
-# Far more than any params file has: what is beyond is a mistake, or somebody's bomb.
+# Far more than any params file has: anything beyond is a mistake or a YAML bomb.
 _MAX_BYTES = 1 << 18
 _MAX_VALUES = 20_000
 _MAX_DEPTH = 20
@@ -32,12 +32,12 @@ def knob(
     above: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """Declare a parameter: what it means, which values make sense, and its value where the file does not mention it."""
+    """Declare a parameter: its meaning, its valid values, and its default if the file does not mention it."""
     return field(default=default, metadata={"doc": doc, "minimum": minimum, "above": above, "maximum": maximum})
 
 
 def read_tree(path: Path) -> Any:
-    """What a params file says, not checked yet."""
+    """The contents of a params file, not checked yet."""
     try:
         return read_yaml(path, max_bytes=_MAX_BYTES)
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def read_tree(path: Path) -> Any:
 
 
 def parse_as(kind: type[Kind], tree: Any, *, file: str) -> Kind:
-    """Check each entry of a nested dict, as read from `file`, by what `kind` declares."""
+    """Check each entry of a nested dict, as read from `file`, against what `kind` declares."""
     try:
         _check_extent(tree)
         parsed = _parse(kind, tree, key="")
@@ -58,7 +58,7 @@ def parse_as(kind: type[Kind], tree: Any, *, file: str) -> Kind:
 
 
 def _check_extent(tree: Any) -> None:
-    """YAML's aliases can make a tree without end of a few lines: what no params file needs is refused."""
+    """YAML aliases can expand a few lines into an endless tree: refuse more than any params file needs."""
     num_values = 0
     layer = [tree]
     for _ in range(_MAX_DEPTH):
@@ -103,7 +103,7 @@ def _example(kind: Any) -> str:
 
 
 def _parse_union(kinds: tuple[Any, ...], value: Any, *, key: str, limits: Mapping[str, Any]) -> Any:
-    """Of the possible kinds, the one that the value looks like."""
+    """Parse the value as the one of the possible kinds that it looks like."""
     kinds = tuple(kind for kind in kinds if kind is not types.NoneType)
     for kind in kinds:
         origin = typing.get_origin(kind)
@@ -119,7 +119,7 @@ def _parse_union(kinds: tuple[Any, ...], value: Any, *, key: str, limits: Mappin
 
 
 def _parse_pair(kinds: tuple[Any, ...], value: list[Any], *, key: str, limits: Mapping[str, Any]) -> Any:
-    """An epoch and the value that belongs to it; the limits are the value's."""
+    """An epoch and its value; the limits apply to the value."""
     if len(value) != 2:
         raise SwapError(f"{key} is {shown(value)}: write a pair, [epoch, value]")
     epoch = _parse_scalar(kinds[0], value[0], key=f"{key}[0]", limits={"minimum": 0})

@@ -11,12 +11,12 @@ from swap_pipeline.errors import SwapError
 
 
 def read_params(path: Path = Path("params.yaml")) -> Params:
-    """Read and check a params file; a `SwapError` tells everything that is wrong with the first bad entry."""
+    """Read and check a params file; a `SwapError` describes the first bad entry."""
     return parse_params(read_tree(path), file=str(path))
 
 
 def parse_params(tree: Any, *, file: str = "params.yaml") -> Params:
-    """Check a nested dict, as read from `file`, and give it its types."""
+    """Check a nested dict, as read from `file`, and convert it to `Params`."""
     params = parse_as(Params, tree, file=file)
     try:
         _check_together(params)
@@ -35,14 +35,14 @@ def _check_together(params: Params) -> None:
         )
     if 0 < params.phase1.stop_accuracy <= 1:
         meant = 100 * params.phase1.stop_accuracy
-        raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but in percent: write {meant:g}")
+        raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but is in percent: write {meant:g}")
     _check_exit(params)
     if params.optimizer.nesterov and params.optimizer.momentum == 0:
         raise SwapError("optimizer.nesterov is true but optimizer.momentum is 0: set a momentum or nesterov: false")
     if params.phase3.select == "greedy" and not params.data.validation_images:
         raise SwapError(
-            "phase3.select is greedy, which chooses by validation images, but data.validation_images is 0: raise that, "
-            "or write all"
+            "phase3.select is greedy, which chooses by validation images, but data.validation_images is 0: raise it, "
+            "or set phase3.select: all"
         )
     if not params.workers.seeds:
         raise SwapError("workers.seeds is empty: list at least one seed, for example [0, 1, 2, 3]")
@@ -80,14 +80,14 @@ _BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")
 def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "epochs", cycles: int = 1) -> None:
     if given.lr_knots is None:
         if given.peak_lr is None:
-            raise SwapError(f"{name}.peak_lr is missing: add it, or the whole course as {name}.lr_knots")
+            raise SwapError(f"{name}.peak_lr is missing: add it, or set the whole schedule as {name}.lr_knots")
     else:
         idle = [f"{name}.{entry}" for entry in ("peak_lr", "warmup_epochs") if getattr(given, entry) is not None]
         idle += [f"{name}.schedule"] if given.schedule != "linear" else []
         if idle:
             have = "has" if len(idle) == 1 else "have"
             raise SwapError(
-                f"{' and '.join(idle)} {have} no effect beside {name}.lr_knots: remove the one or the other"
+                f"{' and '.join(idle)} {have} no effect with {name}.lr_knots: remove one or the other"
             )
     sizes = [given.batch_size] if isinstance(given.batch_size, int) else [size for _, size in given.batch_size]
     for size in sizes:
@@ -106,14 +106,14 @@ def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "e
     if given.warmup_epochs is not None and given.warmup_epochs > epochs / cycles:
         of = f"{name}.{length} ({epochs})" if cycles == 1 else f"a cycle ({epochs // cycles} epochs)"
         raise SwapError(
-            f"{name}.warmup_epochs is {given.warmup_epochs:g}, longer than {of}: lower the one or raise the other"
+            f"{name}.warmup_epochs is {given.warmup_epochs:g}, longer than {of}: lower one or raise the other"
         )
     if given.min_scale is not None and given.image_size is None:
-        raise SwapError(f"{name}.min_scale has no effect without {name}.image_size: add that, or remove it")
+        raise SwapError(f"{name}.min_scale has no effect without {name}.image_size: add that, or remove min_scale")
     by_epoch = [entry for entry in _BY_EPOCH if isinstance(getattr(given, entry), tuple)]
     first = given.first_epoch if isinstance(given, Phase2) else 0
     if first and not by_epoch:
-        raise SwapError(f"{name}.first_epoch has no effect where nothing is given by epoch: remove it")
+        raise SwapError(f"{name}.first_epoch has no effect if nothing is given by epoch: remove it")
     for entry in by_epoch:
         _check_knots(f"{name}.{entry}", getattr(given, entry), jumps=entry == "lr_knots")
     if given.lr_knots is not None and given.lr_knots[-1][0] < first + epochs:

@@ -70,14 +70,14 @@ def warmup_then_decay(*, peak: float, warmup_epochs: float, epochs: float, sched
 
 
 def learning_rate_of(given: Schedule, *, epochs: int, cycles: int = 1, first_epoch: int = 0) -> PiecewiseLinear:
-    """The learning rate of a run, at epoch 0 of which the knots are at `first_epoch`."""
+    """The learning rate of a run whose epoch 0 is `first_epoch` in the knots."""
     if given.lr_knots is not None:
         return PiecewiseLinear(
             tuple(epoch - first_epoch for epoch, _ in given.lr_knots), tuple(rate for _, rate in given.lr_knots)
         )
     assert given.peak_lr is not None
     length = epochs / cycles
-    # A run of 0 epochs may have a warm-up in its section: it is not used.
+    # A run of 0 epochs may have a warm-up in its section: ignore it.
     warmup_epochs = min(given.warmup_epochs or 0, length)
     cycle = warmup_then_decay(peak=given.peak_lr, warmup_epochs=warmup_epochs, epochs=length, schedule=given.schedule)
     return type(cycle)(

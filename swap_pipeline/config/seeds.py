@@ -1,4 +1,4 @@
-"""Seeds of all that is left to chance."""
+"""Seeds for everything random."""
 
 from __future__ import annotations
 
