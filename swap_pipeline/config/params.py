@@ -100,9 +100,7 @@ class Compute:
         "take memory and help with small batches",
         default=False,
     )
-    deterministic: bool = knob(
-        "use only algorithms that give the same bytes every time; slower on GPUs", default=True
-    )
+    deterministic: bool = knob("use only algorithms that give the same bytes every time; slower on GPUs", default=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +168,7 @@ class Leaving:
         "stop: qsr. Phase 2's number of steps: the phase ends once H reaches it", default=None, minimum=1
     )
 
-    fork_every: int = knob(
-        "stop: fork. Epochs between trials of phase 2, after the warm-up", default=3, minimum=1
-    )
+    fork_every: int = knob("stop: fork. Epochs between trials of phase 2, after the warm-up", default=3, minimum=1)
     forks: int = knob("stop: fork. Workers per trial", default=4, minimum=2, maximum=1 << 16)
     fork_steps: int = knob("stop: fork. Steps per trial", default=20, minimum=1)
     fork_batch_size: int | None = knob("stop: fork. Phase 2's batch size", default=None, minimum=1)

@@ -86,9 +86,7 @@ def _check_schedule(name: str, given: Schedule, *, epochs: int, length: str = "e
         idle += [f"{name}.schedule"] if given.schedule != "linear" else []
         if idle:
             have = "has" if len(idle) == 1 else "have"
-            raise SwapError(
-                f"{' and '.join(idle)} {have} no effect with {name}.lr_knots: remove one or the other"
-            )
+            raise SwapError(f"{' and '.join(idle)} {have} no effect with {name}.lr_knots: remove one or the other")
     sizes = [given.batch_size] if isinstance(given.batch_size, int) else [size for _, size in given.batch_size]
     for size in sizes:
         if size % given.shards:

@@ -117,6 +117,7 @@ def process_group(*, deterministic: bool = False) -> Iterator[Group]:
         else:
             dist.init_process_group("gloo", timeout=timeout)
         yield group
+        group.wait()  # ranks leave together, so one that hangs while it writes the result is noticed by the others
     # Not after an error: NCCL would wait for ranks that may be gone, and with gloo the others would report a lost
     # connection before this rank can say what is wrong. The group ends with the process then.
     dist.destroy_process_group()

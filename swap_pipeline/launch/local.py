@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 
 from swap_pipeline.config.instances import Instance
@@ -143,27 +144,48 @@ class Running:
 
 
 class LocalRun(Running):
-    """On this machine, where a rank that is alone is watched: nobody else would notice that it hangs."""
+    """On this machine, where hangs that no rank can notice are watched for: of a rank that is alone, and of one whose
+    job is complete but whose process does not end."""
 
     _has_hung = False
+    _complete_since: float | None = None
 
     def __init__(self, job: Job, command: list[str], variables: dict[str, str], locks: list[Lock]) -> None:
         super().__init__(job, command, variables, locks)
         signs = [job.folder.path / name for name in (PROGRESS_FILE, STDOUT_FILE, STDERR_FILE)]
-        limit = 60 * environment.timeout_minutes()
-        self._pulse = Pulse(self._process.pid, signs, limit_seconds=limit) if job.processes == 1 else None
+        self._limit = 60 * environment.timeout_minutes()
+        self._pulse = Pulse(self._process.pid, signs, limit_seconds=self._limit) if job.processes == 1 else None
 
     def is_over(self) -> bool:
         if super().is_over():
             return True
-        if self._pulse is not None and self._pulse.is_lost():
+        if self._is_lost():
             self._has_hung = True
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._kill()
         return self._has_hung
 
+    def _is_lost(self) -> bool:
+        if self._pulse is not None:
+            return self._pulse.is_lost()
+        if not self.job.folder.is_complete:
+            return False  # until then the ranks watch each other
+        if self._complete_since is None:
+            self._complete_since = time.monotonic()
+        return time.monotonic() - self._complete_since >= self._limit
+
+    def _kill(self) -> None:
+        """All of its processes; torchrun's ranks have sessions of their own."""
+        import psutil
+
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.kill()
+        self._process.wait()
+
     def failure(self) -> Failure | None:
-        failure = super().failure()
-        if failure is None or not self._has_hung:
-            return failure
+        if not self._has_hung:
+            return super().failure()
+        if self.job.folder.is_complete:
+            return None
         return Failure(f"{self.job.name} {did_not_answer([0])}", may_pass=True)
