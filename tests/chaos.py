@@ -395,7 +395,7 @@ def file_too_large() -> Callable[..., None]:
         run = start(project, stage, limit=rng.randrange(2_000, 12_000))
         if run.end() == 0:
             raise TooLateError
-        check_one_line(run, "beyond what is allowed")
+        check_one_line(run, "beyond the size limit")
 
     return strike
 

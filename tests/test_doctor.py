@@ -242,7 +242,7 @@ def test_what_stands_in_the_place_of_scratch_is_a_problem(finished: Project, obs
     done = finished.run(sys.executable, "-m", "swap_pipeline.cli", "doctor", check=False)
 
     assert done.returncode == 1
-    assert ".swap is in the way, since a folder belongs there" in done.stdout
+    assert ".swap is not a folder, but there must be one" in done.stdout
 
 
 def test_where_there_is_no_gpu_a_trial_says_so(here: Project) -> None:

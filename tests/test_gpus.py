@@ -99,12 +99,12 @@ def test_without_any_the_cpu_is_used(machine: Any, variables: dict[str, str]) ->
         ),
         (
             {"CUDA_VISIBLE_DEVICES": "0,1,9,2"},
-            "CUDA_VISIBLE_DEVICES names 4 GPUs, but the driver knows only the first 2: remove 9, 2, "
+            "CUDA_VISIBLE_DEVICES names 4 GPUs, but the driver sees only the first 2: remove 9, 2, "
             "or set SWAP_DEVICE=cpu",
         ),
         (
             {"STAND_IN_MIG": "1", "CUDA_VISIBLE_DEVICES": f"MIG-{UUID.format(0)},MIG-{UUID.format(1)}"},
-            f"CUDA_VISIBLE_DEVICES names 2 MIG instances, of which CUDA lets a process use one: "
+            f"CUDA_VISIBLE_DEVICES names 2 MIG instances, but CUDA lets a process use only one: "
             f"set it to MIG-{UUID.format(0)}, or set SWAP_DEVICE=cpu",
         ),
     ],
@@ -132,7 +132,7 @@ def test_torch_for_rocm_is_refused_and_torch_for_cpus_only_where_there_are_gpus(
     monkeypatch.delenv("SWAP_DEVICE", raising=False)
     monkeypatch.setattr(gpus, "built_for", lambda: Built(torch="2.15.0", cuda="", hip="7.1"))
     trouble = gpus.look().trouble
-    with pytest.raises(SwapError, match=r"^this torch is for ROCm 7.1, and AMD's GPUs are not supported: .*=cpu$"):
+    with pytest.raises(SwapError, match=r"^this torch is built for ROCm 7.1, and AMD GPUs are not supported: .*=cpu$"):
         device_type(has_gpu=False, trouble=trouble)
 
     monkeypatch.setattr(gpus, "built_for", lambda: Built(torch="2.15.0+cpu", cuda="", hip=""))

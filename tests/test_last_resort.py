@@ -50,7 +50,7 @@ def test_what_is_in_the_place_of_a_folder_is_named(finished: Project, name: str,
     assert callable(put)
     put(path)
 
-    assert_one_line(finished.stage("phase1"), f"phase1: {name} is in the way, since a folder belongs there")
+    assert_one_line(finished.stage("phase1"), f"phase1: {name} is not a folder, but there must be one")
 
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE"])
@@ -92,7 +92,7 @@ def test_a_bug_keeps_its_traceback(finished: Project) -> None:
 def test_memory_and_values_are_said_in_a_line(finished: Project, error: str) -> None:
     path = sabotaged(finished, target="hashlib.file_digest", error=error, in_rank=False)
 
-    words = "there is not enough memory" if "Memory" in error else "ValueError: digits"
+    words = "not enough memory" if "Memory" in error else "ValueError: digits"
     assert_one_line(finished.stage("phase1", PYTHONPATH=path), f"phase1: {words} (SWAP_DEBUG=1 shows where)")
 
 
@@ -160,10 +160,10 @@ def test_a_terminal_that_is_closed_does_not_end_the_training(finished: Project) 
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"SWAP_JOB": "/gone"}, ["SWAP_JOB of another job", "unset SWAP_JOB"]),
-        ({"TORCHELASTIC_RUN_ID": "none"}, ["TORCHELASTIC_RUN_ID of another job", "unset TORCHELASTIC_RUN_ID"]),
-        ({"SWAP_JOB": "/gone", "RANK": "0"}, ["SWAP_JOB of another job", "without WORLD_SIZE"]),
-        ({"SWAP_JOB": "/gone", "RANK": "9" * 5000, "WORLD_SIZE": "x"}, ["SWAP_JOB of another job"]),
+        ({"SWAP_JOB": "/gone"}, ["SWAP_JOB left over from another job", "unset SWAP_JOB"]),
+        ({"TORCHELASTIC_RUN_ID": "none"}, ["TORCHELASTIC_RUN_ID left over from", "unset TORCHELASTIC_RUN_ID"]),
+        ({"SWAP_JOB": "/gone", "RANK": "0"}, ["SWAP_JOB left over from another job", "without WORLD_SIZE"]),
+        ({"SWAP_JOB": "/gone", "RANK": "9" * 5000, "WORLD_SIZE": "x"}, ["SWAP_JOB left over from another job"]),
         ({"SWAP_JOB": "/gone", "RANK": "0", "WORLD_SIZE": "1"}, ["without SWAP_WORLD_SIZE", "unset SWAP_JOB"]),
         ({"SWAP_JOB": "/gone", "SWAP_PARENT_PID": "1234567"}, ["SWAP_PARENT_PID is 1234567, a process that is gone"]),
     ],

@@ -57,7 +57,7 @@ def test_a_link_in_the_place_of_a_lock_is_named_and_not_followed(finished: Proje
 
     for done in (stage, clean):
         assert done.returncode == 1 and name in done.stderr
-        assert done.stderr.startswith("error: ") and done.stderr.endswith("is not used as a lock: delete it\n")
+        assert done.stderr.startswith("error: ") and done.stderr.endswith("cannot be used as a lock: delete it\n")
     assert precious.read_text() == "precious"
 
 
@@ -85,7 +85,7 @@ def test_what_is_no_plain_file_is_never_a_lock(tmp_path: Path, put: object) -> N
     put(lock, precious)
 
     for ask in (Lock(lock).try_acquire, Lock(lock).is_held):
-        with pytest.raises(SwapError, match="is a link or no plain file"):
+        with pytest.raises(SwapError, match="is a link or not a regular file"):
             ask()
     assert precious.read_text() == "precious"
 

@@ -133,7 +133,7 @@ def test_workers_trained_before_and_after_an_edit_are_not_averaged(
 
     assert done.returncode != 0
     (error,) = errors_in(done.stderr)
-    assert "was trained with another" in error and named in error
+    assert "was trained with a different" in error and named in error
     finished.dvc("repro")
     assert finished.bytes_of("checkpoints/phase3/model.safetensors") != before or named.endswith(".py")
 

@@ -188,7 +188,7 @@ def _devices() -> Iterator[Finding]:
             if why:
                 yield _problem("devices", why)
         if any(gpu.is_mig for gpu in seen.found):
-            yield _note("devices", "this is a MIG instance, of which CUDA lets a process use one")
+            yield _note("devices", "this is a MIG instance, and CUDA lets a process use only one")
     else:
         unused = f", not its {len(seen.found)} GPUs (SWAP_DEVICE)" if seen.found else ", no GPU"
         yield _ok("devices", f"the CPU is used{unused}")
@@ -313,7 +313,7 @@ def bytes_to_write(plan: Plan) -> int:
 
 def _scratch(params: Params | None) -> Iterator[Finding]:
     if os.path.lexists(scratch_root()) and not scratch_root().is_dir():
-        yield _problem("scratch", f"{scratch_root()} is in the way, since a folder belongs there: move it elsewhere")
+        yield _problem("scratch", f"{scratch_root()} is not a folder, but there must be one: move it elsewhere")
         return
     if not scratch_root().is_dir():
         yield _ok("scratch", f"{scratch_root()} is not there yet")

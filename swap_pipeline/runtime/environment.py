@@ -1,8 +1,8 @@
 """Where and how a job runs: the project's folder, the cores, and the user's `SWAP_…` environment variables. Each is
-read here and nowhere else.
+read only here.
 
-None of them can change what is computed, apart from the number of processes, which decides how batch norm's statistics
-are shared, and from rounding.
+None of them change the result, except for rounding and for the number of processes, which decides how batch norm's
+statistics are shared.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from swap_pipeline.errors import SwapError, shown
 JOB = "SWAP_JOB"
 """the scratch folder of the job that a rank belongs to; set by the launcher, never by the user"""
 RESULT_NAME = "SWAP_RESULT"
-"""what its result is called there; likewise"""
+"""the name of its result there; also set by the launcher"""
 
 
 def project_folder() -> Path:
-    """The project's root, where scratch and what git ignores are; stages run there, or in a temporary copy of it.
+    """The project's root, with scratch and the files that git ignores; stages run there, or in a temporary copy.
 
-    DVC names it to its stages (DVC_ROOT), also to those of an experiment in a temporary folder. To those of the
-    analysis, a DVC project of its own, it names a folder inside the one where they run.
+    DVC passes it to its stages (DVC_ROOT), also in an experiment's temporary folder. For the analysis, which is a
+    separate DVC project, DVC_ROOT is a folder inside the one where the stages run.
     """
     named = Path(os.environ.get("DVC_ROOT", ".")).resolve()
     return Path() if Path.cwd() in (named, *named.parents) else named
 
 
 def wanted_device() -> str | None:
-    """SWAP_DEVICE: `cpu` or `cuda`; None: not said."""
+    """SWAP_DEVICE: `cpu` or `cuda`; None if not set."""
     wanted = os.environ.get("SWAP_DEVICE") or None
     if wanted not in (None, "cpu", "cuda"):
         raise SwapError(f"SWAP_DEVICE is {wanted!r}: choose cpu or cuda")
@@ -39,17 +39,17 @@ def wanted_device() -> str | None:
 
 
 def device_type(*, has_gpu: bool, trouble: str = "") -> str:
-    """The device that is wanted; by default a GPU where there is one, and never the CPU because of `trouble`."""
+    """The device to use; by default a GPU if there is one. `trouble` with a GPU never falls back to the CPU."""
     wanted = wanted_device() or ("cuda" if has_gpu or trouble else "cpu")
     if wanted == "cuda" and trouble:
         raise SwapError(f"{trouble}, or set SWAP_DEVICE=cpu")
     if wanted == "cuda" and not has_gpu:
-        raise SwapError("SWAP_DEVICE is cuda, but no GPU can be seen: check `nvidia-smi`, or set SWAP_DEVICE=cpu")
+        raise SwapError("SWAP_DEVICE is cuda, but no GPU is visible: check `nvidia-smi`, or set SWAP_DEVICE=cpu")
     return wanted
 
 
 def launcher() -> str | None:
-    """SWAP_LAUNCHER: `local`, `srun` or `sbatch`; None: not said."""
+    """SWAP_LAUNCHER: `local`, `srun` or `sbatch`; None if not set."""
     wanted = os.environ.get("SWAP_LAUNCHER") or None
     if wanted not in (None, "local", "srun", "sbatch"):
         raise SwapError(f"SWAP_LAUNCHER is {wanted!r}: choose local, srun or sbatch")
@@ -67,12 +67,12 @@ def num_cores() -> int:
 
 
 def num_processes() -> int | None:
-    """SWAP_NPROC: at most so many processes in phases 1 and 3; None: not said."""
+    """SWAP_NPROC: maximum number of processes in phases 1 and 3; None if not set."""
     return _count("SWAP_NPROC", 0) or None
 
 
 def max_workers_at_once(default: int) -> int:
-    """SWAP_SLOTS: workers of phase 2 that may run side by side."""
+    """SWAP_SLOTS: workers of phase 2 that may run in parallel."""
     return _count("SWAP_SLOTS", default)
 
 
@@ -95,7 +95,7 @@ def eval_batch_size() -> int:
 
 
 def num_loaders(default: int) -> int:
-    """SWAP_LOADERS: processes that decode images for each rank, where images are read from their files."""
+    """SWAP_LOADERS: processes that decode images for each rank, if images are read from their files."""
     return _count("SWAP_LOADERS", default, maximum=1024)
 
 
@@ -108,12 +108,12 @@ def timeout_minutes() -> float:
 
 
 def num_kept_epochs() -> int:
-    """SWAP_KEEP_EPOCHS: at most so many snapshots of phase 1's course stay, for other ways of leaving it."""
+    """SWAP_KEEP_EPOCHS: maximum number of phase 1's snapshots to keep, for other stop rules and values of τ."""
     return _count("SWAP_KEEP_EPOCHS", 40, minimum=2)
 
 
 def snapshot_seconds() -> float:
-    """SWAP_SNAPSHOT_SECONDS: how long a run trains at least from one snapshot to the next; 0: one at every epoch."""
+    """SWAP_SNAPSHOT_SECONDS: minimum training time between two snapshots; 0: one at every epoch."""
     text = os.environ.get("SWAP_SNAPSHOT_SECONDS") or "5"
     if not 0 <= (seconds := _number(text)) < 1e9:
         raise SwapError(f"SWAP_SNAPSHOT_SECONDS is {shown(text)}: write a number of seconds, or 0")
@@ -121,7 +121,7 @@ def snapshot_seconds() -> float:
 
 
 def num_retries() -> int:
-    """SWAP_RETRIES: how often a job that ended without an error of its own, killed for example, is started again."""
+    """SWAP_RETRIES: how often a job that died without an error of its own (was killed, for example) is restarted."""
     return _count("SWAP_RETRIES", 1, minimum=0, maximum=1000)
 
 
@@ -136,7 +136,7 @@ def writes_tensorboard() -> bool:
 
 
 def is_debugging() -> bool:
-    """SWAP_DEBUG: whether errors come with the place in the code where they arose."""
+    """SWAP_DEBUG: whether errors come with a traceback."""
     return os.environ.get("SWAP_DEBUG", "0") not in ("", "0")
 
 
@@ -159,7 +159,7 @@ def _count(variable: str, default: int, *, minimum: int = 1, maximum: int = 100_
 def find_root(root: str) -> Path:
     """The folder that `data.root` names; an experiment in a temporary folder finds its parent project's.
 
-    The default, `data/raw`, is there too, but what git ignores is not in it: what counts is where images are.
+    The default, `data/raw`, exists there too, but without the files that git ignores: use the one with images.
     """
     places = [Path(root), project_folder() / root]
     with_images = (path for path in places if (path / "train").is_dir())

@@ -1,5 +1,5 @@
-"""What the driver says of the GPUs here, and why the installed torch cannot use them; without importing torch, which
-takes seconds."""
+"""What the driver reports about the GPUs here, and why the installed torch cannot use them; without importing torch,
+which takes seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swap_pipeline.runtime.environment import device_type
 
-_NO_DEVICE, _STUB = 100, 34  # what cuInit answers where there is no GPU; a stub is what the toolkit links against
+_NO_DEVICE, _STUB = 100, 34  # cuInit's error codes without a GPU; a stub is what the toolkit links against
 _MAJOR, _MINOR = 75, 76  # attributes of a device
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """by major version of CUDA, on Linux"""
@@ -26,7 +26,7 @@ class Gpu:
     """A GPU that this process may use."""
 
     name: str
-    """as CUDA_VISIBLE_DEVICES has it, or else its index"""
+    """as in CUDA_VISIBLE_DEVICES, or its index"""
     uuid: str
     """the same however it is named"""
     model: str
@@ -39,20 +39,20 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """What there is, and why it cannot be used; `trouble` is empty if it can, and if there is nothing."""
+    """The GPUs found, and why they cannot be used; `trouble` is empty if they can, or if there are none."""
 
     found: tuple[Gpu, ...] = ()
     cuda: tuple[int, int] | None = None
-    """the newest version that the driver can do"""
+    """the newest version that the driver supports"""
     trouble: str = ""
 
 
 def look() -> Gpus:
-    """Ask the driver; it heeds CUDA_VISIBLE_DEVICES, unlike nvidia-smi."""
+    """Ask the driver; unlike nvidia-smi, it respects CUDA_VISIBLE_DEVICES."""
     built = built_for()
     if built.hip:
         return Gpus(
-            trouble=f"this torch is for ROCm {built.hip}, and AMD's GPUs are not supported: install one for CUDA"
+            trouble=f"this torch is built for ROCm {built.hip}, and AMD GPUs are not supported: install one for CUDA"
         )
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -80,7 +80,7 @@ def _ask(driver: ctypes.CDLL, index: int, name: str) -> Gpu:
     major, minor = ctypes.c_int(0), ctypes.c_int(0)
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDeviceGetName(text, len(text), device)
-    # The second version tells instances of one GPU (MIG) apart, and is not in drivers before CUDA 11.4.
+    # Version 2 tells instances of one GPU (MIG) apart; drivers before CUDA 11.4 lack it.
     (driver.cuDeviceGetUuid_v2 if hasattr(driver, "cuDeviceGetUuid_v2") else driver.cuDeviceGetUuid)(raw, device)
     driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
@@ -97,18 +97,18 @@ def _too_many(named: Sequence[str], found: Sequence[Gpu]) -> str:
         return ""
     if any(gpu.is_mig for gpu in found):
         return (
-            f"CUDA_VISIBLE_DEVICES names {len(named)} MIG instances, of which CUDA lets a process use one: "
+            f"CUDA_VISIBLE_DEVICES names {len(named)} MIG instances, but CUDA lets a process use only one: "
             f"set it to {found[0].name}"
         )
     return (
-        f"CUDA_VISIBLE_DEVICES names {len(named)} GPUs, but the driver knows only the first {len(found)}: "
+        f"CUDA_VISIBLE_DEVICES names {len(named)} GPUs, but the driver sees only the first {len(found)}: "
         f"remove {', '.join(named[len(found) :])}"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What the installed torch was made for, as its version.py says."""
+    """What the installed torch was built for, according to its version.py."""
 
     torch: str
     cuda: str
@@ -125,7 +125,7 @@ def built_for() -> Built:
 
 
 def _too_old(cuda: tuple[int, int], built: Built) -> str:
-    """A driver runs whatever is made for its own major version of CUDA, or for an older one."""
+    """A driver runs code built for its own major version of CUDA or an older one."""
     if not built.cuda:
         return f"there are GPUs, but this torch ({built.torch}) is for CPUs only: install one for CUDA, {_HOW}"
     needed = int(built.cuda.partition(".")[0])
@@ -141,7 +141,7 @@ def _too_old(cuda: tuple[int, int], built: Built) -> str:
 def unfit(model: str, capability: tuple[int, int], kernels: Sequence[str]) -> str:
     """Why a torch with these `kernels` (sm_80 …) cannot compute on a GPU; empty if it can.
 
-    Machine code runs on its own generation from its minor version on, `compute_…` on all that are as new.
+    Machine code runs on the same major version from its minor version on, `compute_…` on any GPU at least as new.
     """
     major, minor = capability
     for kernel in kernels:
@@ -151,7 +151,7 @@ def unfit(model: str, capability: tuple[int, int], kernels: Sequence[str]) -> st
             return ""
     return (
         f"torch {built_for().torch} has no kernels for {model} (sm_{major}{minor}), only for {', '.join(kernels)}: "
-        f"install a torch that has, {_HOW}"
+        f"install a torch that has them, {_HOW}"
     )
 
 

@@ -1,7 +1,7 @@
-"""What a stage's result is made from: whether it is the same as before, and a name for it.
+"""A stage's inputs: whether they are the same as before, and a fingerprint of them.
 
-DVC takes note of params and deps when a stage has ended. If they changed while it ran, DVC would take the result for
-one of the new ones: so they are compared with what they were at the start.
+DVC records params and deps when a stage ends. If they changed while it ran, DVC would attribute the result to the new
+ones: so they are compared with what they were at the start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CODE_STAMP = "SWAP_CODE_STAMP"
 
 _OF_EXIT = frozenset(field.name for field in dataclasses.fields(Leaving))
 
-# YAML takes tenths of a second, and `swap clean` asks for dozens of instances of a few files.
+# Parsing YAML takes tenths of a second, and `swap clean` looks up dozens of instances in a few files.
 _parsed = functools.lru_cache(maxsize=8)(parse_yaml)
 
 
@@ -60,7 +60,7 @@ def _values(file: str | Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What the result of an instance is made from, as it was at some time: all that `dvc.yaml` lists for it."""
+    """The inputs of an instance at some time: everything that `dvc.yaml` lists for it."""
 
     instance: Instance
     deps: Mapping[str, Any]
@@ -82,9 +82,9 @@ class Inputs:
         )
 
     def fingerprint(self, facts: Mapping[str, Any]) -> str:
-        """A hash of all this, of the matrix item, of torch's version and of further `facts`.
+        """A hash of all this, the matrix item, torch's version and further `facts`.
 
-        Of phase 1 it names the course, which is the same whenever it is left.
+        For phase 1 it identifies the training run, which is the same whenever it ends.
         """
         content = {
             "stage": self.instance.stage,
@@ -97,7 +97,7 @@ class Inputs:
 
     @property
     def exit_name(self) -> str | None:
-        """Of phase 1, a name for when its course is left."""
+        """For phase 1, a name for its stop rule."""
         return None if self._exit is None else _digest(self._exit)[:10]
 
     @property
@@ -107,7 +107,7 @@ class Inputs:
         return {key: value for key, value in self.params["params.yaml"]["phase1"].items() if key in _OF_EXIT}
 
     def change(self) -> str:
-        """What is no longer as it was, for people; empty if all is. Only files that were written to are read again."""
+        """What has changed, as text; empty if nothing has. Only files that were written to are read again."""
         now = _inputs_if_any(self.instance, self.hash_path)
         if now is None:
             return "params.yaml, dvc.yaml or a dependency"
@@ -117,12 +117,12 @@ class Inputs:
         return "/".join(_first_difference(self.deps, now.deps))
 
     def check(self, *, when: str, remedy: str) -> None:
-        """Refuse to go on with what has changed."""
+        """Raise an error if any input has changed."""
         if what := self.change():
             raise SwapError(f"{self.instance.name}: {what} changed {when}: {remedy}")
 
     def check_code_was_not_written_to(self, stamp: str | None) -> None:
-        """Since a launcher on this machine took the stamp: a rank may have read what was there for a moment only."""
+        """Check the launcher's stamp, if it is on this machine: a rank may have read a short-lived version."""
         if stamp is not None and stamp != code_stamp(self.instance):
             raise SwapError(
                 f"{self.instance.name}: code or params were written to while it started: run `dvc repro` again"
@@ -130,7 +130,7 @@ class Inputs:
 
 
 def code_stamp(instance: Instance) -> str:
-    """Of all code and params that a rank of the instance reads: another one after any of them was written to."""
+    """A stamp of all code and params that a rank of the instance reads; it changes when any of them is written to."""
     deps, params = declared_stage(instance)
     code = [dep for dep in deps if {"stages", "swap_pipeline"} & set(Path(dep).parts)]
     files = [*code, *params, *unlisted_code(deps)]
@@ -138,10 +138,10 @@ def code_stamp(instance: Instance) -> str:
 
 
 def check_trained_alike(instances: Sequence[Instance]) -> None:
-    """That what DVC recorded for these instances was made with one set of params and code, that of now.
+    """Check that what DVC recorded for these instances was made with the current params and code.
 
-    DVC runs one after another. An edit between two of them would go unnoticed: each is right for itself. By hand, what
-    DVC recorded need not be what is there.
+    DVC runs them one after another. An edit between two of them would go unnoticed, since each is consistent by itself.
+    For a stage run by hand, DVC's record may not match the files at all.
     """
     lock = Path("dvc.lock")
     if "DVC_STAGE" not in os.environ or not lock.exists():
@@ -155,17 +155,17 @@ def check_trained_alike(instances: Sequence[Instance]) -> None:
                 now = _lookup(_values(file), key)
                 if (then := entry.get("params", {}).get(file, {}).get(key)) != now:
                     where = ".".join([key, *_first_difference(then, now)])
-                    raise SwapError(f"{instance.name} was trained with another {where}: run `dvc repro` again")
+                    raise SwapError(f"{instance.name} was trained with a different {where}: run `dvc repro` again")
     made_from = {
         instance: {dep["path"]: dep.get("md5") for dep in entry["deps"]} for instance, entry in recorded.items()
     }
     for instance, deps in made_from.items():
         if path := "/".join(_first_difference(next(iter(made_from.values())), deps)):
-            raise SwapError(f"{instance.name} was trained with another {path}: run `dvc repro` again")
+            raise SwapError(f"{instance.name} was trained with a different {path}: run `dvc repro` again")
 
 
 def _inputs_if_any(instance: Instance, hash_path: Callable[[Path], Any]) -> Inputs | None:
-    """None where a file is missing, or cannot be understood: half written, perhaps."""
+    """None if a file is missing or cannot be parsed: half written, perhaps."""
     try:
         return Inputs.now(instance, hash_path)
     except (OSError, LookupError, TypeError, ValueError):
@@ -197,26 +197,26 @@ def _first_difference(old: Any, new: Any) -> list[str]:
 
 
 def fingerprint(instance: Instance, *, facts: Mapping[str, Any]) -> str:
-    """The name of the instance's folder under these facts."""
+    """The name of the instance's folder, given these facts."""
     return Inputs.now(instance).fingerprint(facts)
 
 
 @contextlib.contextmanager
 def inputs_stay(stage: str) -> Iterator[None]:
-    """For a stage without scratch: at its end, what it is made from must be as it was at its start.
+    """For a stage without scratch: its inputs must be the same at its end as at its start.
 
-    DVC takes note of params and deps after the stage. Large data is not read for this: size and time tell enough.
+    DVC records params and deps after the stage. Large data is not read for this: size and mtime are enough.
     """
     inputs = _inputs_if_any(Instance(stage=stage), stamp_of)
     yield
-    if inputs is not None:  # else the stage itself has said what is wrong
+    if inputs is not None:  # else the stage itself has reported what is wrong
         inputs.check(when="while it ran", remedy="run `dvc repro` again")
 
 
 def unlisted_code(deps: Collection[str]) -> list[str]:
-    """The file of a user's own network, if a stage's deps in `dvc.yaml` leave it out.
+    """The file of a user's own network, if it is not among a stage's deps in `dvc.yaml`.
 
-    DVC then does not notice an edit, but scratch must: what was trained with other code is another job's.
+    DVC then does not notice an edit, but scratch must: a model trained with other code belongs to another job.
     """
     file = source_file(_values("params.yaml")["model"]["name"])
     covered = file is None or any(file == Path(dep) or Path(dep) in file.parents for dep in deps)
@@ -230,7 +230,7 @@ def _lookup(tree: Any, dotted: str) -> Any:
 
 
 def hash_of(path: Path) -> Any:
-    """A hash of a file, or of each file in a folder by name; a file that was not written to since is not read again."""
+    """A hash of a file, or of each file in a folder by name; a file not written to since then is not read again."""
     if path.is_dir():
         return {entry.name: hash_of(entry) for entry in sorted(path.iterdir()) if not _is_bytecode(entry.name)}
     try:
@@ -241,12 +241,12 @@ def hash_of(path: Path) -> Any:
 
 
 def _is_bytecode(name: str) -> bool:
-    """What Python writes beside code that it imports, also while a stage runs; `.dvcignore` hides it from DVC."""
+    """Bytecode that Python writes next to imported code, also while a stage runs; `.dvcignore` hides it from DVC."""
     return name == "__pycache__" or name.endswith(".pyc")
 
 
 def stamp_of(path: Path) -> Any:
-    """What tells, without reading, that a file or one in a folder was written to or replaced; None if it is missing."""
+    """Changes when a file, or one in a folder, is written to or replaced; reads no contents. None if it is missing."""
     try:
         return _stamp_of_folder(str(path)) if path.is_dir() else _stamp(path.stat())
     except FileNotFoundError:
@@ -254,7 +254,7 @@ def stamp_of(path: Path) -> Any:
 
 
 def _stamp_of_folder(folder: str) -> str:
-    """One for all files in it, of which there may be millions."""
+    """One stamp for all files in it; there may be millions."""
     digest = hashlib.sha256()
     with os.scandir(folder) as entries:
         for entry in sorted((each for each in entries if not _is_bytecode(each.name)), key=lambda entry: entry.name):

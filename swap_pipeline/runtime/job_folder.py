@@ -1,12 +1,12 @@
 """Scratch: where a job trains, resumes, and leaves its result until it is collected.
 
 DVC deletes a stage's outs before the stage runs, so what must survive a kill lives here, outside of them, in
-`.swap/<stage>/<fingerprint>/`. The fingerprint covers all that can change the bytes of the result: a job that is
-started again finds its own snapshots, and a job with any other setting gets another folder. A result is given out only
-if it is as it was written, and only while what it was made from is as it was.
+`.swap/<stage>/<fingerprint>/`. The fingerprint covers everything that can change the bytes of the result: a restarted
+job finds its own snapshots, and a job with any other setting gets another folder. A result is used only if it is
+undamaged and its inputs have not changed.
 
-Phase 1's course does not depend on when it is left, so its folder serves every τ: its snapshots stay, and each way of
-leaving has a result of its own there.
+How phase 1 trains does not depend on when it ends, so its folder serves every τ: its snapshots stay, and each stop rule
+has its own result there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def scratch_root() -> Path:
 
 
 def job_folder(instance: Instance, *, device_type: str, processes: int, threads: int) -> JobFolder:
-    """Where this job works: named after everything that can change its result."""
+    """The job's folder, named after everything that can change its result."""
     facts = facts_of(device_type=device_type, processes=processes, threads=threads)
     inputs = Inputs.now(instance)
     name = RESULT if inputs.exit_name is None else f"{RESULT}-{inputs.exit_name}"
@@ -50,7 +50,7 @@ def job_folder(instance: Instance, *, device_type: str, processes: int, threads:
 
 
 def facts_of(*, device_type: str, processes: int, threads: int) -> dict[str, Any]:
-    """What of the machine can change bytes: on a CPU also the threads, since they change the order of sums."""
+    """Facts about the machine that can change bytes: on a CPU also the threads, which change the order of sums."""
     facts: dict[str, Any] = {"device": device_type, "processes": processes}
     return facts | {"threads": threads} if device_type == "cpu" else facts
 
@@ -61,17 +61,17 @@ class JobFolder:
 
     path: Path
     inputs: Inputs | None = field(default=None, compare=False, repr=False)
-    """what it was named after, where that is known"""
+    """what it was named after, if known"""
     result_name: str = RESULT
 
     @property
     def result(self) -> Path:
-        """Exists once the job is complete, and then holds all that it made, and a digest of each file."""
+        """Exists once the job is complete; holds everything it made, and a digest of each file."""
         return self.path / self.result_name
 
     @property
     def has_course(self) -> bool:
-        """Whether other results may be made of the snapshots in it."""
+        """Whether other results may be made from its snapshots."""
         return self.result_name != RESULT
 
     @property
@@ -80,19 +80,19 @@ class JobFolder:
 
     @property
     def kept(self) -> Path:
-        """Files that are made on the way and belong to the result: they outlive a kill."""
+        """Files made along the way that belong to the result: they survive a kill."""
         return self.path / "kept"
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a job that is started again has something to resume from: snapshots, or pieces of its work."""
+        """Whether a restarted job has something to resume from: snapshots, or parts of its work."""
         return any(True for pattern in ("snapshot_*", "kept/*") for _ in self.path.glob(pattern))
 
     @contextlib.contextmanager
     def complete(self, *, kept: Iterable[str] = ()) -> Iterator[Path]:
-        """A folder to fill; when the block ends without an error it becomes the result, in one step.
+        """A folder to fill; when the block ends without an error, it atomically becomes the result.
 
-        The files of these names that were kept on the way are in it; all of them have to be there.
+        It includes the `kept` files made along the way, all of which must exist.
         """
         partial = self.path / f"{self.result_name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -106,14 +106,14 @@ class JobFolder:
             shutil.rmtree(self.kept, ignore_errors=True)
 
     def digests(self) -> dict[str, str]:
-        """Of all files of the result, as the job wrote them, by name."""
+        """Digests of the result's files as the job wrote them, by name."""
         digests = read_json(self.result / _DIGESTS)
         if not isinstance(digests, dict) or RECORD not in digests:
-            raise DamagedFileError(self.result / _DIGESTS, "it has another form")
+            raise DamagedFileError(self.result / _DIGESTS, "it is malformed")
         return digests
 
     def damage(self) -> str:
-        """Why the result is not as the job wrote it; empty if it is."""
+        """How the result differs from what the job wrote; empty if it does not."""
         path = self.result / _DIGESTS
         try:
             for name, digest in self.digests().items():
@@ -124,23 +124,23 @@ class JobFolder:
             return f"{path.name} is missing"
         except OSError as error:
             if error.errno in (errno.EISDIR, errno.EINVAL, errno.ELOOP):
-                return f"{path.name} is no file"
-            raise SwapError(  # it may be whole: it is for people to fix the disk
-                f"{path} cannot be read ({error.strerror}): check the disk, then `dvc repro` again"
+                return f"{path.name} is not a file"
+            raise SwapError(  # it may be intact: the user has to fix the disk
+                f"{path} cannot be read ({error.strerror}): check the disk, then run `dvc repro` again"
             ) from None
         except SwapError:
             return f"{path.name} is missing or cannot be read"
         return ""
 
     def check_inputs(self) -> None:
-        """For a rank that has read params, code and data: they must be those that its folder was named after."""
+        """Check that the params, code and data that a rank has read are those its folder was named after."""
         if self.inputs is not None:
             self.inputs.check(when="while it started", remedy="run `dvc repro` again")
             self.inputs.check_code_was_not_written_to(os.environ.get(CODE_STAMP))
 
     @contextlib.contextmanager
     def writer(self, *, is_main: bool) -> Iterator[None]:
-        """Held by a job's main rank while it writes here; sweeps what killed writers left behind."""
+        """Held by a job's main rank while it writes here; removes what killed writers left behind."""
         if not is_main:
             yield
             return
@@ -148,9 +148,9 @@ class JobFolder:
         lock = Lock(self.path / WRITER_LOCK)
         deadline = time.monotonic() + 60
         while not lock.try_acquire():
-            # An orphan of a killed launcher is about to end; anything that stays longer is not ours to end.
+            # An orphan of a killed launcher is about to exit; anything that stays longer is not ours to kill.
             if time.monotonic() > deadline:
-                raise SwapError(f"process {lock.holder()} is still writing in {self.path}: end it, then start again")
+                raise SwapError(f"process {lock.holder()} is still writing in {self.path}: stop it, then start again")
             time.sleep(0.1)
         try:
             for leftover in self.path.glob(".*.tmp"):
@@ -171,7 +171,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    """Of a whole file: finds damage, at the speed of memory."""
+    """The digest of a whole file, at the speed of memory."""
     digest = xxhash.xxh3_128()
     with open_plain(path) as file:
         while piece := file.read(1 << 22):

@@ -1,4 +1,4 @@
-"""Errors that no code foresaw, as one line that says what was being done; SWAP_DEBUG=1 shows the traceback too."""
+"""Unforeseen errors, as one line that says what was being done; SWAP_DEBUG=1 also shows the traceback."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from swap_pipeline.errors import printable
 from swap_pipeline.runtime.environment import is_debugging
 
 HANDLED = (OSError, MemoryError, ValueError, ImportError)
-"""What the machine and its files can cause; any other exception is a bug and keeps its traceback."""
+"""Errors that the machine and its files can cause; any other exception is a bug and keeps its traceback."""
 _HINT = "SWAP_DEBUG=1 shows where"
 _AGAIN = "then run `dvc repro` again; it resumes"
 
 
 def remedy_of(error: BaseException) -> str:
-    """What to do about an error of the file system that will not pass by itself; empty for any other."""
+    """What to do about a file-system error that will not go away by itself; empty for any other error."""
     if "Too many open files" in str(error):
         return f"{error}: raise the limit (`ulimit -n 1024`), {_AGAIN}"
     if not isinstance(error, OSError):
@@ -29,52 +29,52 @@ def remedy_of(error: BaseException) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{where}: no space is left on the disk: make room, {_AGAIN}"
     if error.errno == errno.EFBIG:
-        return f"{where}: a file grew beyond what is allowed here: raise the limit (`ulimit -f`), {_AGAIN}"
+        return f"{where}: a file grew beyond the size limit: raise the limit (`ulimit -f`), {_AGAIN}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"{where} cannot be used ({error.strerror}): give this user the right to read and write it, {_AGAIN}"
+        return f"{where} cannot be used ({error.strerror}): give this user read and write permission, {_AGAIN}"
     if error.errno in (errno.EEXIST, errno.ENOTDIR) and (obstacle := _obstacle(Path(where))):
-        return f"{obstacle} is in the way, since a folder belongs there: move it elsewhere, {_AGAIN}"
+        return f"{obstacle} is not a folder, but there must be one: move it elsewhere, {_AGAIN}"
     return ""
 
 
 def _obstacle(path: Path) -> Path | None:
-    """The file or broken link in the place of a folder that leads to `path`."""
+    """The file or broken link that stands in place of a folder on the way to `path`."""
     ways = [path, *path.parents]
     return next((way for way in reversed(ways) if os.path.lexists(way) and not way.is_dir()), None)
 
 
 def line_of(error: BaseException, *, doing: str) -> str:
-    """What is known of an error, in one line."""
+    """A one-line description of an error."""
     if remedy := remedy_of(error):
         return f"{doing}: {' '.join(remedy.split())}"
     what = " ".join(str(error).split())[:500]
     if isinstance(error, MemoryError):
-        return f"{doing}: there is not enough memory{f' ({what})' if what else ''} ({_HINT})"
+        return f"{doing}: not enough memory{f' ({what})' if what else ''} ({_HINT})"
     if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
         return f"{doing}: {what}: check disk and network, {_AGAIN} ({_HINT})"
     return f"{doing}: {type(error).__name__}: {what} ({_HINT})"
 
 
 def report(error: BaseException, *, doing: str) -> None:
-    """Print the line, and where it arose if that is asked for."""
+    """Print the line, with the traceback if SWAP_DEBUG is set."""
     if is_debugging():
         traceback.print_exception(error)
     print(f"error: {printable(line_of(error, doing=doing))}", file=sys.stderr, flush=True)
 
 
 def open_closed_streams() -> None:
-    """Where a standard stream was closed, give its number to nobody else: what is printed would end up in a file."""
+    """Keep the descriptor of a closed standard stream from being reused: printed text would end up in a file."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 class _Outliving(io.FileIO):
-    """A standard stream whose reader may leave, or whose disk may fill up: what is then written goes nowhere."""
+    """A standard stream that discards its output once the reader is gone or the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
@@ -87,7 +87,7 @@ class _Outliving(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Hours of training do not end because what is printed cannot be (`| head`, a closed window, a full disk)."""
+    """Keep training if output cannot be printed (`| head`, a closed window, a full disk)."""
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         raw = _Outliving(old.fileno(), "w", closefd=False)

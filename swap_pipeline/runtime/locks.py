@@ -1,4 +1,4 @@
-"""Locks on files, which the kernel releases with the process that holds them."""
+"""File locks, which the kernel releases when the process that holds them ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swap_pipeline.errors import SwapError
 class Lock:
     """A lock on a file, released by the kernel when the process ends, however it ends.
 
-    The file is opened only if it is a plain one with this one name: what a link leads to is somebody else's.
+    The file is opened only if it is a regular file with a single name: a link may lead to someone else's file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,12 +22,12 @@ class Lock:
         self._handle: int | None = None
 
     def try_acquire(self, *, shared: bool = False) -> bool:
-        """Have it alone or, `shared`, beside others that share it too."""
+        """Acquire it exclusively or, if `shared`, together with others that share it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = self._open(os.O_RDWR | os.O_CREAT)
         try:
             if not self._try_flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX) or not self._is_of(handle):
-                return False  # not ours, or the folder was removed between the two calls: `swap clean`
+                return False  # not ours, or `swap clean` removed the folder between the two calls
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
             self._handle, handle = handle, -1
@@ -37,7 +37,7 @@ class Lock:
                 os.close(handle)
 
     def is_held(self) -> bool:
-        """Whether some process has it; nothing is made or changed by asking."""
+        """Whether some process holds it; asking creates and changes nothing."""
         try:
             handle = self._open(os.O_RDONLY)
         except FileNotFoundError:
@@ -61,7 +61,7 @@ class Lock:
         return handle
 
     def _not_plain(self) -> SwapError:
-        return SwapError(f"{self.path} is a link or no plain file, so it is not used as a lock: delete it")
+        return SwapError(f"{self.path} is a link or not a regular file, so it cannot be used as a lock: delete it")
 
     def _try_flock(self, handle: int, kind: int) -> bool:
         try:
@@ -82,12 +82,12 @@ class Lock:
 
     def release(self) -> None:
         if self._handle is not None:
-            fcntl.flock(self._handle, fcntl.LOCK_UN)  # closing is not enough where a child process has it too
+            fcntl.flock(self._handle, fcntl.LOCK_UN)  # closing is not enough if a child process has it too
             os.close(self._handle)
             self._handle = None
 
     def holder(self) -> str:
-        """The process id of the one who has it, as far as is known."""
+        """The id of the process that holds it, if known."""
         try:
             text = self.path.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):

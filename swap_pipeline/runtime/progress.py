@@ -1,4 +1,4 @@
-"""How far a job has come, as its main rank reports it: a small file, a line at each epoch, events for TensorBoard."""
+"""A job's progress, as its main rank reports it: a small file, a line per epoch, events for TensorBoard."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reporter:
         self._write(epoch + (step + 1) / steps)
 
     def done(self, amount: float, line: str) -> None:
-        """A piece of work is done that deserves a line."""
+        """Print a line about a finished piece of work."""
         if not self._is_main:
             return
         print(f"{self._name}: {line}", flush=True)
@@ -46,7 +46,7 @@ class Reporter:
             self._write(amount)
 
     def log(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Write the floating-point numbers among these as TensorBoard events, if SWAP_TENSORBOARD asks for it."""
+        """Write the floating-point numbers among these as TensorBoard events, if SWAP_TENSORBOARD is set."""
         if not self._writes_events:
             return
         if self._events is None:
@@ -70,7 +70,7 @@ class Reporter:
 
 
 def time_left(began: float, done: int, total: int) -> str:
-    """`, about 0:02:30 left`, where all parts take about as long; `began` is by time.monotonic()."""
+    """`, about 0:02:30 left`, if all parts take about equally long; `began` is from time.monotonic()."""
     if done >= total:
         return ""
     seconds = round((time.monotonic() - began) / done * (total - done))

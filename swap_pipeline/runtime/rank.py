@@ -1,4 +1,4 @@
-"""A rank's process: whether this is one, whose job it is, whom it dies with, and what it leaves for the launcher."""
+"""A rank's process: whether this is one, its job, the parent it dies with, and its messages to the launcher."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from swap_pipeline.runtime.stop_request import STOPPABLE
 
 PARENT = "SWAP_PARENT_PID"
 WORLD = "SWAP_WORLD_SIZE"
-"""how many ranks the launcher meant to start"""
+"""how many ranks the launcher started"""
 SAID, LOST, STOPPED = "error", "lost", "stopped"
-"""What a rank leaves for the launcher in a file of that name: an error of its own, that others are gone, or that it was
-asked to end and has left a snapshot."""
+"""Kinds of message that a rank leaves for the launcher, in files of that name: its own error, that other ranks are
+gone, or that it was asked to stop and has written a snapshot."""
 UNEXPECTED = "unexpected"
-"""An error that begins so may not come a second time: the job is started once more."""
+"""An error that starts with this may be transient: the job is restarted."""
 _LAG_SECONDS = 60
 _PAUSE_SECONDS = 5
 
@@ -38,18 +38,18 @@ def is_rank() -> bool:
 
 
 def job_of_rank(instance: Instance) -> JobFolder:
-    """The scratch folder of the job that this rank belongs to, also where torchrun was started by hand.
+    """The scratch folder of the job that this rank belongs to, also if torchrun was started by hand.
 
     A worker may have waited for its device. If params or dependencies have changed since its folder was named after
     them, it must not train under the old name.
     """
     meant, found = os.environ.get(WORLD), os.environ["WORLD_SIZE"]
     if JOB in os.environ and meant != found:
-        raise SwapError(f"{instance.name}: {meant} ranks were meant to start, but they are {found}: they did not meet")
+        raise SwapError(f"{instance.name}: expected {meant} ranks but found {found}: they did not find each other")
     import torch
 
     device = device_type_of_rank()
-    # On another machine than the launcher's, files may be seen late as they are now.
+    # On a machine other than the launcher's, changes to files may become visible late.
     deadline = time.monotonic() + (_LAG_SECONDS if STOPPABLE in os.environ else 0)
     while True:
         try:
@@ -74,17 +74,17 @@ def job_of_rank(instance: Instance) -> JobFolder:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel to end this process with the one that started it: `parent`, or the launcher.
+    """Have the kernel kill this process when the one that started it (`parent`, or the launcher) dies.
 
-    torchrun puts its ranks into sessions of their own, so they outlive a kill of its process group and would go on
-    training beside their successors. What `srun` starts on other nodes, where the launcher is not, Slurm ends.
+    torchrun puts its ranks into their own sessions, so they survive a kill of its process group and would keep training
+    alongside their successors. Processes that `srun` starts on other nodes are ended by Slurm.
     """
     if sys.platform != "linux" or (parent is None and os.environ.get(PARENT) == "0"):
         return
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
     expected = parent or int(os.environ.get(PARENT, "0"))
-    if expected and os.getppid() != expected:  # it was gone before the kernel knew
+    if expected and os.getppid() != expected:  # it died before the call above
         if parent is None:
             print(f"error: {PARENT} is {expected}, a process that is gone: `unset {PARENT} {JOB}`", file=sys.stderr)
             sys.stderr.flush()
@@ -93,31 +93,31 @@ def die_with_parent(parent: int | None = None) -> None:
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Without garbage collection, which looks through all that is imported again and again, for a sixth of the time."""
+    """Import without garbage collection, which scans everything again and again and takes a sixth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_on:
-            gc.freeze()  # modules stay, so that no later collection need look at them
+            gc.freeze()  # modules stay, so later collections need not scan them
             gc.enable()
 
 
 def check_variables() -> None:
-    """That who calls this process a rank also says which one: an exported variable may have been left behind."""
+    """Refuse an incomplete set of rank variables: one may have been left behind by an `export`."""
     needed = ("RANK", "WORLD_SIZE", *((WORLD,) if JOB in os.environ else ()))
     missing = [name for name in needed if not os.environ.get(name, "").isdecimal()]
     stale = [name for name in (JOB, "TORCHELASTIC_RUN_ID") if name in os.environ]
     if missing:
         raise SwapError(
-            f"{' and '.join(stale)} of another job in the environment, without {' and '.join(missing)}: "
+            f"{' and '.join(stale)} left over from another job in the environment, without {' and '.join(missing)}: "
             f"`unset {' '.join(stale)}`, then run this again"
         )
 
 
 def leave_for_launcher(message: str, *, kind: str = SAID) -> None:
-    """A rank's standard error goes to a log; its launcher shows what stands in this file."""
+    """A rank's standard error goes to a log; the launcher shows the contents of this file."""
     if JOB in os.environ and "RANK" in os.environ:
-        with contextlib.suppress(OSError):  # on a full disk; the launcher looks at that too
+        with contextlib.suppress(OSError):  # on a full disk; the launcher checks for that too
             (Path(os.environ[JOB]) / f"{kind}_{os.environ['RANK']}.txt").write_text(message, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A stage's process, launcher or rank: signals, who collects the result, and how errors reach people."""
+"""A stage's process, launcher or rank: signals, who collects the result, and how errors are reported."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _STARTED_BY = os.getppid()
 
 
 class Interrupted(BaseException):
-    """The launcher was asked to end by a signal; not an error, so nothing that handles errors sees it."""
+    """A signal asked the launcher to stop; not an `Exception`, so error handlers do not catch it."""
 
     is_told = False
-    """whether the user knows what becomes of the jobs that were at work"""
+    """whether the user was told what happens to the running jobs"""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -44,7 +44,7 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP end the launcher's children first, then itself. `nohup` stays in force."""
+    """Ctrl-C, SIGTERM and SIGHUP stop the launcher's children first, then the launcher. `nohup` still works."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise Interrupted(number)
@@ -59,7 +59,7 @@ def signals_as_exceptions() -> Iterator[None]:
 
 
 def is_orphan() -> bool:
-    """Whether the process that started this one, `dvc` as a rule, was killed."""
+    """Whether the process that started this one, usually `dvc`, is gone."""
     return os.getppid() != _STARTED_BY
 
 
@@ -71,26 +71,26 @@ def dvc_started() -> float | None:
         for process in psutil.Process().parents():
             if any(Path(part).name == "dvc" for part in process.cmdline()[:3]):
                 return float(process.create_time())
-    except psutil.Error:  # it has just ended, or belongs to another user
+    except psutil.Error:  # it has just exited, or belongs to another user
         pass
     return None
 
 
 def collects() -> bool:
-    """Whether this process puts the result in its place: the launcher, or the main rank of torchrun by hand.
+    """Whether this process collects the result: the launcher, or the main rank if torchrun was started by hand.
 
-    A launcher whose `dvc` was killed leaves the result in scratch: by now, another `dvc` may have other plans.
+    A launcher whose `dvc` was killed leaves the result in scratch: another `dvc` may be running by now.
     """
     if is_rank():
         return JOB not in os.environ and os.environ["RANK"] == "0"
     if is_orphan():
-        print(f"{sys.argv[0]}: whoever started this is gone; `dvc repro` will find the result in scratch")
+        print(f"{sys.argv[0]}: the process that started this is gone; `dvc repro` will find the result in scratch")
         return False
     return True
 
 
 def run_stage(main: Callable[[], Any]) -> None:
-    """Call a stage's click command; what the user can fix ends in one line and exit code 1."""
+    """Call a stage's click command; an error that the user can fix becomes one line and exit code 1."""
     open_closed_streams()
     outlive_readers()
     if is_rank():
@@ -115,7 +115,7 @@ def run_stage(main: Callable[[], Any]) -> None:
             print("interrupted: `dvc repro` resumes from here", flush=True)
         sys.exit(128 + interrupted.number)
     except Stopped:
-        leave_for_launcher("asked to end, state kept", kind=STOPPED)  # exit code 0: torchrun takes others for failures
+        leave_for_launcher("asked to stop, snapshot written", kind=STOPPED)  # exit code 0: not a failure to torchrun
     except Exception as error:
         if is_rank():
             _tell_launcher(error)
@@ -126,11 +126,11 @@ def run_stage(main: Callable[[], Any]) -> None:
 
 
 def _distrust(damaged: Path) -> None:
-    """Have DVC read those objects in its cache that are the same as a damaged file before it gives them out again.
+    """Make DVC verify the objects in its cache that equal a damaged file before it uses them again.
 
-    DVC takes an object that is read-only for whole, unread. Where its cache links files (`cache.type`) the damaged file
-    is such an object, and else it may be a copy of one: to delete it and run `dvc repro` would bring it back. A
-    writable object that was just touched is hashed, and removed by DVC if it does not match its name.
+    DVC trusts a read-only object without reading it. If its cache links files (`cache.type`), the damaged file is such
+    an object, and otherwise it may be a copy of one: deleting it and running `dvc repro` would bring it back. DVC
+    hashes a writable object that was just touched, and removes it if it does not match its name.
     """
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
@@ -139,7 +139,7 @@ def _distrust(damaged: Path) -> None:
         with Repo() as repo:
             objects = Path(repo.cache.local.path)
         size = damaged.stat().st_size
-    except (DvcException, OSError):  # there is no DVC project, or no such file any more
+    except (DvcException, OSError):  # no DVC project, or the file is gone
         return
     for path in objects.glob("??/*"):
         with contextlib.suppress(OSError):  # another user's
@@ -155,12 +155,12 @@ def _fail(message: str) -> None:
 
 
 def _tell_launcher(error: Exception) -> None:
-    """What a rank has to say of an error that is no `SwapError`; its traceback is in its log."""
+    """Leave a message about an error that is not a `SwapError`; its traceback is in the rank's log."""
     if message := remedy_of(error):
         _fail(message)
     if message := _of_other_ranks(error):
         leave_for_launcher(message, kind=LOST)
-        time.sleep(2)  # so that every other rank that waits has the time to say so too
+        time.sleep(2)  # gives other waiting ranks time to report it too
         return
     who = f"{UNEXPECTED} error in rank {os.environ['RANK']}"
     if isinstance(error, HANDLED) and not is_debugging():
@@ -169,7 +169,7 @@ def _tell_launcher(error: Exception) -> None:
         leave_for_launcher(f"{who}\n{traceback.format_exc()}")
 
 
-# As gloo and NCCL say it.
+# Error messages of gloo and NCCL.
 _GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -182,7 +182,7 @@ _GONE = (
 
 
 def _of_other_ranks(error: Exception) -> str:
-    """What to tell of an error that only says that another rank is gone; empty for any other."""
+    """The message for an error that only means that another rank is gone; empty for any other error."""
     text = str(error)
     if "Timed out waiting" in text or "wait timeout after" in text:
         return f"waited {timeout_minutes():g} minutes for another rank"

@@ -1,7 +1,7 @@
-"""A job that is asked to end before it is done: its time is up, or its place is needed.
+"""A request to stop a job before it is done: its time is up, or it is preempted.
 
-Slurm's batch script leaves a file in the job's folder, or Slurm itself sends SIGTERM. Training then ends after the step
-that it is at and leaves a snapshot. All ranks have to end at the same step: the main rank decides for all, and tells
+Slurm's batch script leaves a file in the job's folder, or Slurm itself sends SIGTERM. Training then stops after the
+current step and writes a snapshot. All ranks have to stop at the same step: the main rank decides for all, and informs
 the others about once a second.
 """
 
@@ -14,20 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 STOPPABLE = "SWAP_STOPPABLE"
-"""set where somebody starts the job again by himself; elsewhere, a signal ends it at once"""
+"""set if the job is restarted automatically; otherwise a signal ends it at once"""
 STOP_FILE = "stop"
 _SECONDS = 1.0
 
 
 class Stopped(BaseException):
-    """The state of the job is in a snapshot; not an error, so nothing that handles errors sees it."""
+    """The job's state is in a snapshot; not an `Exception`, so error handlers do not catch it."""
 
 
 class StopRequest:
-    """Whether this job is to end, for all ranks alike."""
+    """Whether this job should stop, the same answer on all ranks."""
 
     def __init__(self, folder: Path, *, of_main: Callable[[int], int]) -> None:
-        """`of_main` gives all ranks the main rank's number."""
+        """`of_main` broadcasts the main rank's number to all ranks."""
         self._path = folder / STOP_FILE
         self._of_main = of_main
         self._is_possible = STOPPABLE in os.environ
@@ -41,7 +41,7 @@ class StopRequest:
         self._was_signalled = True
 
     def is_due(self) -> bool:
-        """Asked after each step; the ranks talk only so often that it costs nothing."""
+        """Called after each step; the ranks communicate so rarely that it costs nothing."""
         if not self._is_possible:
             return False
         self._left -= 1
@@ -50,7 +50,7 @@ class StopRequest:
         return self._left == 0
 
     def _next_interval(self) -> int:
-        """Steps until the next look, by how long the last ones took; 0: end now."""
+        """Steps until the next check, based on how long the last ones took; 0: stop now."""
         if self._was_signalled or self._path.exists():
             return 0
         now = time.monotonic()

@@ -1,6 +1,6 @@
-"""A user's own network, `package.module:function`: where its code stands, and the function itself.
+"""A user's own network, `package.module:function`: where its code is, and the function itself.
 
-Does without torch, so that the launcher can ask.
+Does not import torch, so that the launcher can use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_own(name: str) -> bool:
 
 
 def source_file(name: str) -> Path | None:
-    """The file that defines an own network, relative to the project's root where it is in there.
+    """The file that defines a user's own network, relative to the project's root if it is inside.
 
     None for all other networks. Imports nothing, not even the packages around the module.
     """
@@ -44,7 +44,7 @@ def source_file(name: str) -> Path | None:
 
 @contextlib.contextmanager
 def said_of(file: str | Path) -> Iterator[None]:
-    """Put the name of the file in which an entry stands before what is wrong with it."""
+    """Prefix errors about an entry with the name of its file."""
     try:
         yield
     except SwapError as error:
@@ -52,7 +52,7 @@ def said_of(file: str | Path) -> Iterator[None]:
 
 
 def import_function(name: str) -> Callable[..., Any]:
-    """The function that makes the network; whatever is wrong with it is reported in one line."""
+    """The function that builds the network; any problem with it is reported in one line."""
     module_name, function_name = _split(name)
     if _find(module_name) is None:
         raise SwapError(_no_module(name, module_name))
@@ -68,24 +68,24 @@ def import_function(name: str) -> Callable[..., Any]:
         raise SwapError(f"model.name is {name!r}: {module_name} has no {function_name}{hint}")
     if not callable(function):
         raise SwapError(
-            f"model.name is {name!r}: {function_name} is no function but {type(function).__name__}: "
-            f"name the function that makes the network"
+            f"model.name is {name!r}: {function_name} is not a function but {type(function).__name__}: "
+            f"name the function that builds the network"
         )
     return function
 
 
 def in_words(error: BaseException) -> str:
-    """An error of somebody else's code in one line."""
+    """An error from third-party code in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")
 
 
 def cause(error: BaseException) -> str:
-    """An error of the user's code in one line, with the last place of theirs that it went through."""
+    """An error from the user's code in one line, with the last line of their code in the traceback."""
     here, files = str(Path(__file__).parents[1]), traceback.extract_tb(error.__traceback__)
     theirs = [each for each in files if Path(each.filename).is_file() and not each.filename.startswith(here)]
     places = [each for each in theirs if "site-packages" not in each.filename] or theirs
     if isinstance(error, SyntaxError) or not places:
-        return in_words(error)  # a SyntaxError names its place
+        return in_words(error)  # a SyntaxError names its file and line
     return f"{in_words(error)} ({Path(places[-1].filename).name}, line {places[-1].lineno})"
 
 
@@ -100,7 +100,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _find(module: str) -> importlib.machinery.ModuleSpec | None:
-    """Like importlib.util.find_spec, which however imports the packages on the way."""
+    """Like importlib.util.find_spec, but without importing the parent packages."""
     root = str(Path.cwd())
     if not {"", root} & set(sys.path):  # `python -m` puts it there, the `swap` command does not
         sys.path.insert(0, root)
@@ -110,7 +110,7 @@ def _find(module: str) -> importlib.machinery.ModuleSpec | None:
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         if count > 1 and path is None:
-            return None  # a plain module has no modules in it
+            return None  # not a package
         specs = (finder.find_spec(".".join(parts[:count]), path) for finder in sys.meta_path)
         spec = next((found for found in specs if found is not None), None)
         if spec is None:
@@ -129,4 +129,4 @@ def _no_module(name: str, module: str) -> str:
     if not parent:
         known |= {"torchvision": "torchvision", "timm": "timm"}
     hint = did_you_mean(last, known, otherwise="")
-    return f"model.name is {name!r}: there is no module {module}, neither in {Path.cwd()} nor installed{hint}"
+    return f"model.name is {name!r}: no module {module} in {Path.cwd()} or installed{hint}"

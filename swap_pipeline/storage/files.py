@@ -1,4 +1,4 @@
-"""Files that are whole or absent, JSON and YAML."""
+"""Files that are complete or absent, JSON and YAML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swap_pipeline.errors import DamagedFileError, SwapError
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file that appears under `path` whole, or not at all; `durable` also outlives a power cut, for an fsync."""
+    """A file that appears at `path` complete or not at all; `durable` fsyncs it, so that it survives a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -44,7 +44,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """Open a file to read from. What may never end, or never begin, is an `OSError`: pipes, devices, sockets."""
+    """Open a file for reading. Pipes, devices and sockets, which could block forever, raise an `OSError`."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe without a writer does not wait
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
@@ -56,7 +56,7 @@ def open_plain(path: Path) -> io.BufferedReader:
 
 
 def read_plain(path: Path, *, max_bytes: int = 1 << 31) -> bytes:
-    """All bytes of a plain file; more of them than `max_bytes` are an `OSError` too."""
+    """All bytes of a plain file; more than `max_bytes` also raise an `OSError`."""
     with open_plain(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes", str(path))
@@ -87,33 +87,33 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path, *, max_bytes: int = 1 << 31) -> Any:
-    """What a YAML file says; one that cannot be opened is an `OSError`."""
+    """Parse a YAML file; one that cannot be opened raises an `OSError`."""
     return parse_yaml(read_plain(path, max_bytes=max_bytes), name=path)
 
 
 def parse_yaml(content: bytes, *, name: object) -> Any:
-    """YAML 1.2, as DVC reads it: PyYAML would make a string of `1e-3`. A mistake is a `SwapError` with `name`."""
+    """YAML 1.2, as DVC reads it: PyYAML would read `1e-3` as a string. A syntax error is a `SwapError` with `name`."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
         return YAML(typ="safe", pure=True).load(content.decode())
-    except Exception as error:  # the reader lets through what its parts raise: dates that are none, deep nesting
+    except Exception as error:  # the reader passes on other errors: invalid dates, deep nesting
         kind = "" if isinstance(error, YAMLError | UnicodeDecodeError) else f"{type(error).__name__}: "
         raise SwapError(f"{name} is not valid YAML: {kind}{' '.join(str(error).split())[:400]}") from None
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """A copy, whole or absent; on file systems that can (XFS, btrfs) both share their blocks until one is changed.
+    """An atomic copy; on file systems with reflinks (XFS, btrfs), both share their blocks until one is changed.
 
-    Not forced to disk: the source is, and a copy that a power cut tears fails its digests.
+    Not synced to disk: the source is, and a copy torn by a power cut fails its digests.
     """
     with open_plain(source) as given, atomic_write(target, durable=False) as taken:
         left = os.fstat(given.fileno()).st_size
-        with contextlib.suppress(AttributeError, OSError):  # not everywhere, nor between all file systems
+        with contextlib.suppress(AttributeError, OSError):  # not supported everywhere
             while left and (count := os.copy_file_range(given.fileno(), taken.fileno(), left)):
                 left -= count
         if left:
             given.seek(-left, os.SEEK_END)
             taken.seek(0, os.SEEK_END)
-            shutil.copyfileobj(given, taken, 1 << 22)  # which also finds out if the disk is full
+            shutil.copyfileobj(given, taken, 1 << 22)  # also fails if the disk is full

@@ -1,4 +1,4 @@
-"""One image file, decoded: in the same way when it is prepared, trained on and predicted.
+"""Decodes an image file, in the same way for preparing, training and predicting.
 
 Without torch, so that the processes that only decode start quickly.
 """
@@ -15,18 +15,18 @@ from PIL import Image, UnidentifiedImageError
 from swap_pipeline.errors import SwapError
 from swap_pipeline.storage.files import open_plain, read_plain
 
-# Whatever a file is called, nothing else is tried on it: for EPS, say, Pillow would start another program.
+# Other formats are never tried, whatever a file is called: for EPS, say, Pillow would start another program.
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-# What is wrong with a file is said in one line of ours, if it cannot be read; Pillow's further remarks are no help.
+# Our own one-line error is enough for a file that cannot be read; Pillow's warnings do not help.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 _GREY = ("1", "L", "LA", "I")  # and all that begin with I;16
 
 
 def decode(path: Path, channels: int) -> Image.Image:
-    """An image as 8-bit grey (1 channel) or RGB (3), fully loaded; a `SwapError` names the file and what ails it.
+    """An image as 8-bit grey (1 channel) or RGB (3), fully loaded; a `SwapError` names the file and the problem.
 
-    16 bits are scaled to 8, transparency is dropped, of several frames the first is taken. EXIF's orientation is
-    ignored, as by torchvision's loaders: pixels stay as Pillow opens them (which turns TIFFs, and nothing else).
+    16 bits are scaled to 8, transparency is dropped, and only the first frame is read. EXIF orientation is ignored,
+    as in torchvision's loaders: pixels stay as Pillow opens them (it rotates TIFFs, and nothing else).
     """
     _, image = read_image(path, channels)
     return image
@@ -53,11 +53,11 @@ def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
 
 
 def shape_of(path: Path) -> tuple[int, int, int]:
-    """Channels, height and width of an image, from its header alone where that will do."""
+    """Channels, height and width of an image, from its header alone if possible."""
     try:
         with open_plain(path) as file, Image.open(file, formats=FORMATS) as image:
             return 1 if _is_grey(image) else 3, image.height, image.width
-    except Exception:  # as above; reading all of it says what is wrong
+    except Exception:  # as above; reading all of it reports what is wrong
         _, whole = read_image(path, None)
         return len(whole.getbands()), whole.height, whole.width
 
@@ -72,7 +72,7 @@ def _converted(image: Image.Image, channels: int | None) -> Image.Image:
     mode = "L" if channels == 1 else "RGB"
     image.load()
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        # 16 bits, which Pillow would clip to 8 instead of scaling them
+        # 16 bits, which Pillow would clip to 8 instead of scaling
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert(mode)
     if image.mode in ("I", "F"):
         raise ValueError("its pixels are 32-bit numbers of unknown range: save it with 8 or 16 bits")

@@ -2,8 +2,8 @@
 
 A file is plain safetensors and opens with any reader of that format. Its header carries one metadata entry, sorted
 JSON, because safetensors writes several entries in no fixed order: with equal contents, bytes are equal. The entry
-holds what the caller wants to say of the file (`info`) and a digest of every tensor, so that a flipped bit is found
-when the tensor is read and not when the model is wrong.
+holds the caller's `info` about the file and a digest of every tensor, so that a flipped bit is found when the tensor
+is read, not when the model gives wrong results.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def write_in_pieces(
     threads: int = 1,
     durable: bool = True,
 ) -> None:
-    """Write tensors of which no more need be in memory than a piece.
+    """Write tensors with no more than a piece of each in memory.
 
-    `pieces_of` a key are the values of its tensor in a row, in one piece or in several. With more `threads`, each is at
-    work on a tensor of its own, and `pieces_of` is called from all of them; the bytes are the same.
+    `pieces_of(key)` yields the values of a tensor in order, in one or more pieces. With several `threads`, each
+    writes a different tensor and calls `pieces_of`; the bytes are the same.
     """
     entries: dict[str, Any] = {}
     end = 0
@@ -96,7 +96,7 @@ def write_in_pieces(
             "shape": list(layout[key].shape),
             "data_offsets": [start, end],
         }
-    # The digests stand before the data but are known only after it: same length, in place of which they are put.
+    # The digests come before the data but are known only after it: placeholders of the same length reserve the space.
     data_start = len(_header(entries, info, dict.fromkeys(entries, _PLACEHOLDER)))
     with atomic_write(path, durable=durable) as file, _map_by(threads) as mapping:
 
@@ -111,7 +111,7 @@ def write_in_pieces(
             assert start == end, key
             return digest.hexdigest()
 
-        # Side by side the largest first, so that none is left for one thread at the end.
+        # In parallel, the largest first, so that no large one is left for a single thread at the end.
         order = sorted(entries, key=lambda key: -layout[key].num_bytes) if threads > 1 else list(entries)
         digests = dict(zip(order, mapping(write, order), strict=True))
         file.write(_header(entries, info, digests))
@@ -119,7 +119,7 @@ def write_in_pieces(
 
 @contextlib.contextmanager
 def _map_by(threads: int) -> Iterator[Callable[..., Iterable[str]]]:
-    """`map`, by so many threads; what the first fails with is raised, and what has not begun is left."""
+    """`map` over this many threads; the first error is raised, and calls that have not begun are dropped."""
     if threads == 1:
         yield map
         return
@@ -134,7 +134,7 @@ def _write_at(handle: int, data: memoryview, place: int) -> None:
 
 
 def _header(entries: Mapping[str, Any], info: Mapping[str, Any], digests: Mapping[str, str]) -> bytes:
-    # safetensors' own reader takes any order of entries; the sorted one is kept for stable bytes.
+    # safetensors' own reader accepts entries in any order; they are sorted for stable bytes.
     about = {"info": info, "tensors": digests, "header": _header_digest(entries, info, digests)}
     header = {"__metadata__": {METADATA_KEY: _canonical(about)}, **entries}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -148,7 +148,7 @@ def _header_digest(entries: Mapping[str, Any], info: Mapping[str, Any], digests:
 
 
 def digest_of(value: Any) -> str:
-    """A digest of what JSON can hold."""
+    """A digest of any JSON value."""
     return xxhash.xxh3_64_hexdigest(_canonical(value).encode())
 
 
@@ -179,7 +179,7 @@ class TensorFile:
             raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
         except OSError as error:
             raise UnreadableFileError(f"{path} cannot be read: {error.strerror or error}") from None
-        except RuntimeError as error:  # torch's, if the file was removed after the look at it
+        except RuntimeError as error:  # torch's, if the file was removed after the check above
             if path.exists():
                 raise DamagedFileError(path, str(error)) from None
             raise SwapError(f"{path} has just been removed") from None
@@ -195,7 +195,7 @@ class TensorFile:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedFileError(path, "its header cannot be read") from None
         if not isinstance(self.info, dict) or not isinstance(self._digests, dict):
-            raise DamagedFileError(path, "its header has another form")
+            raise DamagedFileError(path, "its header is malformed")
         entries = {key: {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape)} for key, spec in self.layout.items()}
         if stated != _header_digest(entries, self.info, self._digests) or set(self._digests) != set(self.layout):
             raise DamagedFileError(path, "its header does not match its digest")
@@ -204,7 +204,7 @@ class TensorFile:
         """One tensor, checked against its digest."""
         try:
             tensor = self._file.get_tensor(key)
-        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:  # torch's words for odd shapes
+        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:  # torch's, for odd shapes
             raise DamagedFileError(self.path, str(error)) from None
         assert isinstance(tensor, torch.Tensor)
         if xxhash.xxh3_64_hexdigest(_bytes_of(tensor)) != self._digests[key]:
@@ -212,10 +212,10 @@ class TensorFile:
         return tensor
 
     def pieces(self, key: str, *, into: torch.Tensor) -> Iterator[torch.Tensor]:
-        """One tensor's values in a row, as many at a time as the flat tensor `into` holds, which each piece overwrites.
+        """One tensor's values in order, as many at a time as fit into the flat tensor `into`; each piece overwrites it.
 
-        Read, where `read` maps: mapped pages count as memory of this process for as long as the file is open. The
-        digest is known after the last piece: until then, what was read may be damaged.
+        Reads, while `read` maps: mapped pages count as this process's memory for as long as the file is open. The
+        digest is checked after the last piece; until then, the data may be damaged.
         """
         spec = self.layout[key]
         assert into.dtype == spec.dtype
@@ -248,7 +248,7 @@ class TensorFile:
 
 
 def _fill(part: memoryview, file: io.FileIO) -> bool:
-    """Read until `part` is full, since network disks may give less at a time; False if the file ends before."""
+    """Read until `part` is full, since network disks may return less at a time; False if the file is too short."""
     while part and (count := file.readinto(part)):
         part = part[count:]
     return not part
@@ -259,7 +259,7 @@ def _spec_of(part: Any) -> Spec:
 
 
 class UnreadableFileError(SwapError):
-    """A file that may be whole, but the disk does not give it out now."""
+    """A file that may be intact, but cannot be read from the disk now."""
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A network's weights from a file of ours; one of another architecture is refused by the name of a tensor."""
+"""A network's weights from one of our files; one for another architecture is refused, naming a tensor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from swap_pipeline.storage.tensor_files import TensorFile
 
 
 def load_weights(network: torch.nn.Module, path: Path) -> None:
-    """Fill `network` from a checkpoint; one made for another architecture is refused by tensor name."""
+    """Fill `network` from a checkpoint; one for another architecture is refused, naming a tensor."""
     check_fits(network, path)
     file = TensorFile(path)
     network.load_state_dict({key: file.read(key) for key in file.layout})
 
 
 def check_fits(network: torch.nn.Module, path: Path) -> None:
-    """Refuse a checkpoint of another architecture, without reading its tensors."""
+    """Refuse a checkpoint for another architecture, without reading its tensors."""
     file = TensorFile(path)
     expected = network.state_dict()
     for key, tensor in expected.items():
@@ -32,7 +32,7 @@ def check_fits(network: torch.nn.Module, path: Path) -> None:
             raise _other_architecture(path, f"tensor {key!r} is {types}")
     extra = sorted(set(file.layout) - set(expected))
     if extra:
-        raise _other_architecture(path, f"it has a tensor {shown(extra[0])} that the network does not know")
+        raise _other_architecture(path, f"it has a tensor {shown(extra[0])} that the network does not have")
 
 
 def _other_architecture(path: Path, reason: str) -> SwapError:
