@@ -50,7 +50,9 @@ def test_the_wheel_has_every_file_of_the_package_and_its_version(unpacked: Path)
 
 
 def test_every_make_target_is_in_make_help() -> None:
-    done = subprocess.run(["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     listed = {line.split()[1] for line in done.stdout.splitlines()}
     rule = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY: run"))
     assert listed == set(rule.removeprefix(".PHONY: ").split())
