@@ -23,7 +23,7 @@ def main() -> None:
     params = read_params()
     from swap_pipeline.report import figures, provenance
     from swap_pipeline.report.figures_schedules import courses_as_run, draw_schedules, planned_courses
-    from swap_pipeline.report.figures_training import draw_training
+    from swap_pipeline.report.figures_training import draw_noise, draw_training
     from swap_pipeline.report.report_page import report_page
     from swap_pipeline.report.summary import closing_words, curves_csv, result_rows, result_table, summarise
     from swap_pipeline.storage.files import read_json, write_json, write_text
@@ -34,8 +34,11 @@ def main() -> None:
     write_json(Path("metrics/swap.json"), summary)
     write_text(Path("plots/curves.csv"), curves_csv(phase1, workers))
 
+    courses = courses_as_run(params, phase1["epochs"])
+    noise = draw_noise(phase1, courses[0].batch_sizes)
     drawings = [
-        draw_training(phase1, workers, phase3["points"], rates=courses_as_run(params, phase1["epochs"])),
+        draw_training(phase1, workers, phase3["points"], rates=courses),
+        *([noise] if noise else []),
         draw_schedules(planned_courses(params)),
     ]
     pictures = figures.save(drawings, Path("report/figures"))

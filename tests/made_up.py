@@ -46,6 +46,7 @@ def training_record(
             "learning_rate": 0.1 / epoch,
             "train_loss": 2 - accuracy / 60,
             "train_accuracy": accuracy + 1,
+            "noise_scale": None,
             "loss": 1 - accuracy / 125,
             "accuracy": accuracy,
             "top5": None,
@@ -93,6 +94,8 @@ def swap_records(
         return [86.5 + 4 * share + draw.uniform(-1, 1) * (1.1 - share) for share in shares]
 
     phase1 = training_record(rising, seconds=63.6, devices="2 × cpu", split=split)
+    for row in phase1["curve"]:
+        row["noise_scale"] = 90.0 * 1.2 ** row["epoch"]
     workers = {
         seed: training_record(refined(), seconds=48 + seed % 10 / 3 if epochs else 0.0, start=phase1, split=split)
         for seed in seeds

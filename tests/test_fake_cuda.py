@@ -25,7 +25,7 @@ BUDGET = {"fp32": 100, "bf16": 130, "fp16": 132}
 # All that the host may wait for. Reads in the course of an epoch are the guard's, once in 50 steps.
 READS_OF_TRAINING = {
     "training/sgd.py: flags = self._flags.tolist()",
-    "training/loop.py: loss_sum, hits = self._group.sum(tally.sums()).tolist()",
+    "training/loop.py: loss_sum, hits, *squares = self._group.sum(torch.cat([tally.sums(), begun.squares])).tolist()",
     "engine/evaluation.py: loss_sum, hits, top5_hits = group.sum(sums).tolist()",
     "training/resuming.py: of_ranks = group.gather(own).tolist()",
 }

@@ -35,7 +35,7 @@ from swap_pipeline.report.figures_schedules import (
     planned_courses,
     sampling_of,
 )
-from swap_pipeline.report.figures_training import draw_training
+from swap_pipeline.report.figures_training import draw_noise, draw_training
 
 FASHION = read_params(ROOT / "recipes" / "fashion-mini.yaml")
 
@@ -263,3 +263,22 @@ def test_pictures_are_saved_as_svg_and_png_with_their_data_in_the_same_bytes_eac
     rows = list(csv.DictReader((tmp_path / "first" / "cosine.csv").open()))
     assert [float(row["cosine"]) for row in rows] == [point["cosine"] for point in record["points"]]
     assert rows[-1]["run"] == "seed_1"
+
+
+@pytest.mark.parametrize(
+    ("scale", "verdict"),
+    [
+        (5149.0, "about 5,100 images, 11 times the batch of 450: B₁ could be larger"),
+        (460.0, "about 460 images, 1 times the batch of 450: B₁ is about as large as is efficient"),
+        (90.0, "about 90 images, 0.2 times the batch of 450: larger batches would gain little"),
+    ],
+)
+def test_the_noise_scale_is_drawn_beside_the_batch_size_and_says_whether_that_could_be_larger(
+    scale: float, verdict: str
+) -> None:
+    curve = [{"epoch": 1, "noise_scale": 70.0}, {"epoch": 2, "noise_scale": None}, {"epoch": 3, "noise_scale": scale}]
+    drawing = draw_noise({"curve": curve}, ((0.0, 450.0), (3.0, 450.0)))
+    assert drawing is not None
+    assert drawing.alt == f"After epoch 3 of phase 1 the gradient noise scale was {verdict}."
+    assert drawing.rows[:2] == (("noise_scale", 1, 70.0), ("noise_scale", 3, scale))
+    assert draw_noise({"curve": curve[1:2]}, ((0.0, 450.0), (3.0, 450.0))) is None

@@ -716,7 +716,7 @@ with process_group() as group:
             struck_record = go(struck, root / "struck")
         except Stopped:
             stops += 1
-    losses = [[r.train_loss for r in one.curve] for one in (reference, struck_record)]
+    losses = [[(r.train_loss, r.noise_scale) for r in one.curve] for one in (reference, struck_record)]
     struck_same = losses[0] == losses[1] and all(
         torch.equal(a, b) for a, b in zip(normed.state_dict().values(), struck.state_dict().values()))
     if group.is_main:

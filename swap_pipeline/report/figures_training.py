@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from swap_pipeline.config.kept_models import epoch_of_label
 from swap_pipeline.report.figures import COLOURS, DASHES, GREY, Drawing, grid, new_figure, style, whole_epochs
-from swap_pipeline.report.figures_schedules import Course
+from swap_pipeline.report.figures_schedules import Course, Points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,6 +180,53 @@ def _training_in_words(before: Curve, after: Mapping[int, Curve], average: Curve
     if average:
         told.append(f"their average at {average[-1][1]:.2f} %")
     return "; ".join(told)
+
+
+def draw_noise(phase1: Mapping[str, Any], batch_sizes: Points) -> Drawing | None:
+    """The gradient noise scale by epoch beside the batch size; None where it was not measured."""
+    scales = [(row["epoch"], row["noise_scale"]) for row in phase1["curve"] if row.get("noise_scale")]
+    if not scales:
+        return None
+    with style():
+        figure = new_figure(6, 2.8)
+        axes = figure.subplots()
+        axes.plot(
+            *zip(*scales, strict=True),
+            color=COLOURS["phase1"],
+            linewidth=2,
+            marker=".",
+            label="noise scale",
+            gid="noise",
+        )
+        axes.plot(*zip(*batch_sizes, strict=True), color=GREY, linestyle="--", label="batch size", gid="batch-size")
+        axes.set_yscale("log")
+        axes.set_ylabel("images")
+        axes.set_xlabel("epoch")
+        whole_epochs(axes)
+        grid(axes)
+        figure.legend(loc="outside lower center", ncols=2)
+    return Drawing(
+        name="noise",
+        figure=figure,
+        alt=_noise_in_words(*scales[-1], batch_sizes[-1][1]),
+        columns=("what", "epoch", "images"),
+        rows=(
+            *(("noise_scale", epoch, scale) for epoch, scale in scales),
+            *(("batch_size", epoch, size) for epoch, size in batch_sizes),
+        ),
+    )
+
+
+def _noise_in_words(epoch: int, scale: float, batch_size: float) -> str:
+    ratio = scale / batch_size
+    if ratio >= 2:
+        verdict = "B₁ could be larger"
+    else:
+        verdict = "larger batches would gain little" if ratio < 0.5 else "B₁ is about as large as is efficient"
+    return (
+        f"After epoch {epoch} of phase 1 the gradient noise scale was about {float(f'{scale:.2g}'):,.0f} images, "
+        f"{ratio:.2g} times the batch of {batch_size:,.0f}: {verdict}."
+    )
 
 
 def draw_exits(record: Mapping[str, Any]) -> Drawing:

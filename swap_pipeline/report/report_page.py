@@ -36,6 +36,7 @@ def report_page(
         "report.html",
         files="report/figures",
         images=images(drawings.values(), pictures),
+        noise=drawings["noise"].alt if "noise" in drawings else "",
         phase1=phase1,
         phase3=phase3,
         num_trained=sum(worker["epochs"] > 0 for worker in workers.values()),

@@ -31,6 +31,7 @@ from swap_pipeline.training.keeping import Keeper, Keeping
 from swap_pipeline.training.leaving.forks import Forks
 from swap_pipeline.training.leaving.rules import Exit, exit_now, lacks_test
 from swap_pipeline.training.moving_mean import MovingMean
+from swap_pipeline.training.noise import NoiseMeter
 from swap_pipeline.training.parallel import wrapped
 from swap_pipeline.training.resuming import Begun, State, resume
 from swap_pipeline.training.run import Epoch, Record, Run, TrainingData
@@ -152,6 +153,7 @@ class _Trained:
     """of the last step"""
     train_loss: float
     train_accuracy: float
+    noise_scale: float | None
     seconds: float
 
     def tested(self, epoch: int, score: Score) -> Epoch:
@@ -170,6 +172,7 @@ class _Learner:
         self._in_precision = autocast(self._scaler.precision, group.device)
         self._sgd = Sgd(network, optimizer, self._scaler)
         self._shards = Shards(network, run.shards, group)
+        self._noise = NoiseMeter(network, self._scaler, num_shards=run.shards, world_size=group.world_size)
         self._mean = None if run.ema_decay is None else MovingMean(network, run.ema_decay)
         self.state = State(network=network, sgd=self._sgd, shards=self._shards, mean=self._mean, group=group)
         self._guard = FiniteGuard(run, group.device, precision=self._scaler.precision, tolerance=self._scaler.tolerance)
@@ -199,13 +202,14 @@ class _Learner:
         with too_much:
             batches = steps.batches(self._shards.numbers, first=begun.step)
             for step in range(begun.step, steps.count):
-                self._step(steps, step, batches, tally)
+                self._step(steps, step, batches, tally, begun.squares)
                 if after_step(steps.epoch, step, steps.count):
                     self._guard.check()
                     self._group.finish_queued_work()
-                    return Begun(step=step + 1, sums=tally.sums(), seconds=time.perf_counter() - began)
+                    seconds = time.perf_counter() - began
+                    return replace(begun, step=step + 1, sums=tally.sums(), seconds=seconds)
         self._guard.check()
-        loss_sum, hits = self._group.sum(tally.sums()).tolist()
+        loss_sum, hits, *squares = self._group.sum(torch.cat([tally.sums(), begun.squares])).tolist()
         self._guard.check_loss(steps.epoch, loss_sum)
         seconds = time.perf_counter() - began
         self._shards.mean_over_all()
@@ -216,19 +220,23 @@ class _Learner:
             learning_rate=steps.learning_rate(steps.count - 1),
             train_loss=loss_sum / num_images,
             train_accuracy=100 * hits / num_images,
+            noise_scale=self._noise.scale(squares, batch_size=steps.batch_size),
             seconds=seconds,
         )
 
-    def _step(self, steps: _Steps, step: int, batches: Iterator[_Batch], tally: Tally) -> None:
+    def _step(self, steps: _Steps, step: int, batches: Iterator[_Batch], tally: Tally, squares: torch.Tensor) -> None:
         """The body of Algorithm 1's loops: η, g and θ are the paper's."""
         rate = steps.learning_rate(step)  # η ← LR(t)
         self._sgd.zero_grad()
         *others, last = self._shards.numbers
-        for shard in others:  # g of this rank's shards; the ranks exchange theirs with the last one
-            with self._forward.without_exchange():
-                self._add_gradient(steps.epoch, step, shard, next(batches), tally)
-        self._add_gradient(steps.epoch, step, last, next(batches), tally)
-        is_bad = self._guard.look(steps.epoch, step, self._sgd.gradients())
+        with self._noise.listening(step, steps.count):
+            for shard in others:  # g of this rank's shards; the ranks exchange theirs with the last one
+                with self._forward.without_exchange():
+                    self._add_gradient(steps.epoch, step, shard, next(batches), tally)
+            self._add_gradient(steps.epoch, step, last, next(batches), tally)
+        gradients = self._sgd.gradients()
+        is_bad = self._guard.look(steps.epoch, step, gradients)
+        self._noise.add(gradients, squares, unless=is_bad)
         self._sgd.step(rate, skip_if=is_bad)  # θ ← θ + SGDUpdate(η, g)
         if self._mean is not None:
             self._shards.mean_here()

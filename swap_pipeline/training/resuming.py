@@ -33,11 +33,14 @@ class Begun:
     step: int
     sums: torch.Tensor
     """loss and hits so far"""
+    squares: torch.Tensor
+    """of gradients' norms so far: of shards, of whole batches"""
     seconds: float
 
     @classmethod
     def new(cls, group: Group) -> Begun:
-        return cls(step=0, sums=torch.zeros(2, dtype=torch.float64, device=group.device), seconds=0.0)
+        sums, squares = torch.zeros(2, 2, dtype=torch.float64, device=group.device)
+        return cls(step=0, sums=sums, squares=squares, seconds=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +62,14 @@ class State:
         return tensors
 
     def tensors_within_epoch(self, begun: Begun) -> dict[str, torch.Tensor]:
-        """What each shard or rank has of its own within an epoch: running statistics, sums of loss and hits."""
+        """What each shard or rank has of its own within an epoch: running statistics, sums of the epoch."""
         shards = {f"shards.{key}": tensor for key, tensor in self.shards.stacked().items()}
         return shards | {key: self.group.gather(tensor) for key, tensor in self._own_of_rank(begun).items()}
 
     def _own_of_rank(self, begun: Begun) -> dict[str, torch.Tensor]:
         buffers = {} if self.mean is None else dict(self.mean.network.named_buffers())
-        return {"sums.epoch": begun.sums, **{f"mean_ranks.{key}": tensor for key, tensor in buffers.items()}}
+        sums = {"sums.epoch": begun.sums, "sums.squares": begun.squares}
+        return {**sums, **{f"mean_ranks.{key}": tensor for key, tensor in buffers.items()}}
 
     def layout(self, *, within_epoch: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Types and shapes of a snapshot's tensors."""
@@ -128,7 +132,8 @@ def _misfit(
     curve, names = info.get("curve"), Epoch.__dataclass_fields__.keys()
     if not isinstance(curve, list) or not (curve or "begun" in info) or not all(isinstance(row, dict) for row in curve):
         return "it has no curve"
-    numbers = [value for row in curve for key, value in row.items() if (key, value) != ("top5", None)]
+    may_lack = ("top5", "noise_scale")
+    numbers = [value for row in curve for key, value in row.items() if not (key in may_lack and value is None)]
     if any(row.keys() != names for row in curve) or any(type(value) not in (int, float) for value in numbers):
         return "its curve has another form"
     if [row["epoch"] for row in curve] != list(range(1, len(curve) + 1)) or len(curve) > run.epochs:
@@ -224,4 +229,5 @@ def resume(
     curve = [Epoch(**row) for row in info["curve"]]
     if "begun" not in info:
         return curve, Begun.new(group)
-    return curve, Begun(sums=tensors["sums.epoch"][group.rank].to(group.device), **info["begun"])
+    sums, squares = (tensors[f"sums.{name}"][group.rank].to(group.device) for name in ("epoch", "squares"))
+    return curve, Begun(sums=sums, squares=squares, **info["begun"])

@@ -64,6 +64,8 @@ class Epoch:
     learning_rate: float
     train_loss: float
     train_accuracy: float
+    noise_scale: float | None = None
+    """of the gradient, in images; None where the batch is one shard"""
     loss: float
     """of held-out images, as accuracy and top5"""
     accuracy: float
