@@ -108,7 +108,7 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         (
             "phase2",
             {"batch_size": 90, "epochs": 8, "schedule": "cosine", "lr_knots": [[0, 1], [8, 0]]},
-            "phase2.schedule has no effect beside phase2.lr_knots",
+            "phase2.schedule has no effect with phase2.lr_knots",
         ),
         ("optimizer.clip_norm", 0, "optimizer.clip_norm is 0, but must be above 0"),
         ("phase1.min_scale", 0.5, "phase1.min_scale has no effect without phase1.image_size"),
