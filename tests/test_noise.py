@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from test_training import ALONE, COMPUTE, NESTEROV, PLAIN, a_run, kept_in, train
 from torch import nn
 
 from swap_pipeline.data.images import Images
+from swap_pipeline.engine.distributed import Group
+from swap_pipeline.engine.noise import NoiseMeter, noise_scale
 from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.training.loop import train
-from swap_pipeline.training.noise import NoiseMeter, noise_scale
 from swap_pipeline.training.run import Record, Run, TrainingData
 
 RANKS = """
@@ -26,11 +28,12 @@ from test_noise import learn
 from swap_pipeline.engine.distributed import process_group
 
 with process_group() as group:
-    folder = Path({folder!r}) / str(group.world_size)
-    folder.mkdir(exist_ok=True)
-    record = learn(folder, shards={shards}, group=group)
-    if group.is_main:
-        (folder / "noise.json").write_text(json.dumps([row.noise_scale for row in record.curve]))
+    for shards in (2, 4):
+        folder = Path({folder!r}) / str(shards)
+        folder.mkdir(exist_ok=True)
+        record = learn(folder, shards=shards, group=group)
+        if group.is_main:
+            (folder / "noise.json").write_text(json.dumps([row.noise_scale for row in record.curve]))
 """
 
 
@@ -48,17 +51,23 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
 
 
-def still(*, shards: int, batch_size: int = 256) -> Run:
+def still(*, shards: int, epochs: int) -> Run:
     """Weights stay where they are."""
-    return replace(a_run(epochs=3), shards=shards, batch_size=lambda epoch: batch_size, learning_rate=lambda epoch: 0.0)
+    return replace(a_run(epochs=epochs), shards=shards, batch_size=lambda epoch: 256, learning_rate=lambda epoch: 0.0)
 
 
-def learn(folder: Path, *, shards: int, group=ALONE) -> Record:  # type: ignore[no-untyped-def]
+def learn(folder: Path, *, shards: int, epochs: int = 3, group: Group = ALONE) -> Record:
     data = TrainingData(train=two_kinds(), held_out=two_kinds(64), augment=PLAIN, num_classes=2)
     optimizer = replace(NESTEROV, label_smoothing=0.0, weight_decay=0.1)
     network, keeping = linear(), kept_in(folder)
     return train(
-        still(shards=shards), network, data, optimizer=optimizer, compute=COMPUTE, group=group, keeping=keeping
+        still(shards=shards, epochs=epochs),
+        network,
+        data,
+        optimizer=optimizer,
+        compute=COMPUTE,
+        group=group,
+        keeping=keeping,
     )
 
 
@@ -75,9 +84,10 @@ def known_scale() -> float:
 
 @pytest.mark.parametrize("shards", [2, 8])
 def test_where_the_noise_is_known_the_scale_is_within_a_tenth_of_it(shards: int, tmp_path: Path) -> None:
-    scales = [row.noise_scale for row in learn(tmp_path, shards=shards).curve]
-    assert scales == [pytest.approx(known_scale(), rel=0.1)] * 3
-    assert len(set(scales)) == 3
+    """In the mean over 30 epochs: eight steps of two shards alone leave a scatter of that size."""
+    scales = [row.noise_scale or 0.0 for row in learn(tmp_path, shards=shards, epochs=30).curve]
+    assert statistics.fmean(scales) == pytest.approx(known_scale(), rel=0.1)
+    assert statistics.stdev(scales) < 0.3 * known_scale()
 
 
 def test_with_one_shard_there_is_none(tmp_path: Path) -> None:
@@ -90,12 +100,11 @@ def linear_of_eights() -> nn.Module:
 
 def test_one_and_two_ranks_find_the_same_scale(tmp_path: Path) -> None:
     """Of two ranks, each has two shards, or one whose gradient DDP exchanges at once."""
+    torchrun(RANKS, tmp_path, 2)
     for shards in (2, 4):
-        folder = tmp_path / str(shards)
-        folder.mkdir()
-        torchrun(RANKS, folder, 2, shards=shards)
-        alone = [row.noise_scale for row in learn(folder, shards=shards).curve]
-        assert json.loads((folder / "2" / "noise.json").read_text()) == pytest.approx(alone, rel=1e-4)
+        (tmp_path / f"alone_{shards}").mkdir()
+        alone = [row.noise_scale for row in learn(tmp_path / f"alone_{shards}", shards=shards).curve]
+        assert json.loads((tmp_path / str(shards) / "noise.json").read_text()) == pytest.approx(alone, rel=1e-4)
 
 
 def test_norms_tell_noise_and_mean_apart() -> None:

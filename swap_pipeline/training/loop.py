@@ -23,6 +23,7 @@ from swap_pipeline.data.epochs import batch_share, draw_epoch, steps_per_epoch
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.engine.evaluation import Score, evaluate
 from swap_pipeline.engine.loss import Tally, training_loss
+from swap_pipeline.engine.noise import NoiseMeter
 from swap_pipeline.engine.out_of_memory import must_fit
 from swap_pipeline.engine.placement import seed_torch, set_up
 from swap_pipeline.engine.precision import Scaler, autocast
@@ -31,7 +32,6 @@ from swap_pipeline.training.keeping import Keeper, Keeping
 from swap_pipeline.training.leaving.forks import Forks
 from swap_pipeline.training.leaving.rules import Exit, exit_now, lacks_test
 from swap_pipeline.training.moving_mean import MovingMean
-from swap_pipeline.training.noise import NoiseMeter
 from swap_pipeline.training.parallel import wrapped
 from swap_pipeline.training.resuming import Begun, State, resume
 from swap_pipeline.training.run import Epoch, Record, Run, TrainingData
