@@ -699,7 +699,7 @@ def test_the_file_of_an_own_network_is_found_without_importing_anything(root: Pa
         source_file("swap_pipeline.models.networks:ResNet9")
         == Path(swap_pipeline.__file__).parent / "models/networks.py"
     )
-    with pytest.raises(SwapError, match=r"^params\.yaml: .* no module nets\.smal .*did you mean nets\.small"):
+    with pytest.raises(SwapError, match=r"^params\.yaml: .* no module nets\.smal in .*did you mean nets\.small"):
         source_file("nets.smal:flat")
 
 
