@@ -172,6 +172,7 @@ def test_torch_is_made_deterministic_before_nccl_starts(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
 
     def init(backend: str, **options: Any) -> None:
         was_deterministic.append((backend, torch.are_deterministic_algorithms_enabled()))
