@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from swap_pipeline.config.instances import PHASE1
 from swap_pipeline.launch.jobs import STDERR_FILE, Job, why_incomplete
+from swap_pipeline.launch.local import LocalRun
 from swap_pipeline.launch.pulse import Pulse
 from swap_pipeline.runtime.job_folder import JobFolder
 
@@ -70,6 +74,40 @@ def test_an_error_that_found_no_room_on_the_disk_is_not_taken_for_one_without_wo
     (job.folder.path / "error_0.txt").touch()
     (job.folder.path / "error_1.txt").write_text("no space is left on the disk")
     assert told_of(job, 1) == ("no space is left on the disk", False)
+
+
+RANK_OF_ITS_OWN_SESSION = """
+import pathlib, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+pathlib.Path("rank").write_text(str(rank.pid))
+rank.wait()
+"""
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_ranks_that_hang_are_killed_once_the_result_is_complete_and_not_before(
+    job: Job, is_complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWAP_TIMEOUT_MINUTES", "0.01")
+    monkeypatch.chdir(job.folder.path)
+    if is_complete:
+        job.folder.result.mkdir()
+    run = LocalRun(job, [sys.executable, "-c", RANK_OF_ITS_OWN_SESSION], dict(os.environ), [])
+    while not (job.folder.path / "rank").is_file() or not (job.folder.path / "rank").read_text():
+        time.sleep(0.02)
+    rank = psutil.Process(int((job.folder.path / "rank").read_text()))
+    try:
+        deadline = time.monotonic() + (30 if is_complete else 2)
+        while time.monotonic() < deadline and not run.is_over():
+            time.sleep(0.05)
+        assert run.is_over() == is_complete
+        if is_complete:
+            assert run.failure() is None
+            rank.wait(timeout=10)
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()
+        run.end()
 
 
 @pytest.fixture
