@@ -29,6 +29,8 @@ FAMILIES = {
     "batchnorm": "the statistics pass against a forward pass",
     "startup": "to the first step, the launcher, swap --help",
     "nothing_to_do": "dvc repro against dvc status",
+    "many_workers": "what each of 64 and 256 workers adds besides training",
+    "whole_run": "dvc repro of the default recipe against bare loops",
     "landscape": "grid points, and what of their time is not forward passes",
     "growth": "averaging, phase 2, data order and index against size; draws docs/figures/growth.svg",
 }

@@ -17,7 +17,8 @@ from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared
 from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
 
-_TINY = {
+TINY = {
+    "data.validation_images": 0,
     "model.width": 1,
     "phase1.batch_size": 24,
     "phase1.max_epochs": 1,
@@ -32,8 +33,8 @@ _TINY = {
 
 def measure(options: Options) -> Iterator[Row]:
     workers = options.sized(4, 1)
-    project = Project.copy(options.scratch / "nothing", {**_TINY, "workers.seeds": list(range(workers))})
-    _make_small(project)
+    project = Project.copy(options.scratch / "nothing", {**TINY, "workers.seeds": list(range(workers))})
+    make_small(project)
     project.commit()
     options.say("running the pipeline once")
     project.dvc("repro", SWAP_NPROC="1")
@@ -65,7 +66,7 @@ def measure(options: Options) -> Iterator[Row]:
     )
 
 
-def _make_small(project: Project) -> None:
+def make_small(project: Project) -> None:
     """240 training and 120 test images: what is measured depends on the number of files, not on what is in them."""
     path = project.root / "data" / "fashion-mini.safetensors"
     tensors, info = read_tensors(path)

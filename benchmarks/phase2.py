@@ -44,7 +44,7 @@ def measure(options: Options) -> Iterator[Row]:
     found = interleaved(
         {
             "workers": lambda: max(fan_out(project, 2)["last_epochs"]),
-            "bare": lambda: _side_by_side(bare, number=2),
+            "bare": lambda: side_by_side(bare, number=2),
         },
         rounds=options.rounds,
         warm_up=options.sized(1, 0),
@@ -90,7 +90,7 @@ def run_workers(*, workers: int) -> dict[str, Any]:
     return {"last_epochs": [record["curve"][-1]["seconds"] for record in records], "seconds": seconds}
 
 
-def _side_by_side(arguments: dict[str, Any], *, number: int) -> float:
+def side_by_side(arguments: dict[str, Any], *, number: int) -> float:
     """Seconds of the slowest of so many bare loops, which begin together."""
     children = [start(loops.bare_beside_others, {**arguments, "rounds": 1}, threads=1) for _ in range(number)]
     for child in children:

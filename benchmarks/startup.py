@@ -56,7 +56,7 @@ def measure(options: Options) -> Iterator[Row]:
             return starts[-1].rank
 
         measures: dict[str, Callable[[], float]]
-        measures = {"rank": start_of_rank, "import": functools.partial(_import_torch, ranks)}
+        measures = {"rank": start_of_rank, "import": functools.partial(import_torch_seconds, ranks)}
         if ranks > 1:
             measures["ddp"] = functools.partial(_least_ddp, ranks)
         found = interleaved(
@@ -136,7 +136,7 @@ def _help(options: Options) -> Row:
     )
 
 
-def _import_torch(processes: int) -> float:
+def import_torch_seconds(processes: int) -> float:
     """Seconds until so many Pythons that start at once have torch."""
     return _all_at_once("import os, torch; os._exit(0)", [{}] * processes)
 

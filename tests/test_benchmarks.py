@@ -42,6 +42,22 @@ def row(name: str = "phase1/default", ours: tuple[float, ...] = (3.0, 2.0), **mo
 
 
 @pytest.mark.long
+def test_rows_that_need_real_dvc_can_be_measured(tmp_path: Path) -> None:
+    kept, scratch = tmp_path / "results.json", tmp_path / "scratch"
+    families = [word for name in ("nothing_to_do", "many_workers", "whole_run") for word in ("--only", name)]
+
+    done = bench("--quick", "--rounds", "1", "--results", str(kept), "--folder", str(scratch), *families)
+
+    assert done.returncode == 0, done.stderr
+    assert [row["name"] for row in json.loads(kept.read_text())["rows"]] == [
+        "nothing_to_do/repro",
+        "many_workers/each_2",
+        "many_workers/nothing_to_do_2",
+        "whole_run/default",
+    ]
+
+
+@pytest.mark.long
 def test_a_quick_run_keeps_rows_and_prints_a_table_of_them(tmp_path: Path) -> None:
     kept, scratch = tmp_path / "results.json", tmp_path / "scratch"
 
