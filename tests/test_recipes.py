@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -316,6 +317,31 @@ def test_swa_on_imagenet_begins_its_cycles_where_the_last_line_of_the_rate_begin
 
 
 # This project's own recipes
+
+
+@pytest.mark.parametrize("method", ["swap", "large_batch", "small_batch", "swa_small_batch"])
+def test_a_rule_for_leaving_in_params_yaml_ends_no_method_early(method: str) -> None:
+    """Methods say when phase 1 ends by τ alone."""
+    workspace: Any = read_sections(ROOT / "recipes/fashion-mini.yaml")
+    workspace["phase1"] |= {"stop": "plateau", "patience": 1}
+    with contextlib.chdir(ROOT):
+        params = parse_params(read_methods("fashion-mini").params(method, 0, workspace))
+    assert params.phase1.stop == "accuracy"
+    assert params.phase1.stop_accuracy == (recipe("fashion-mini").phase1.stop_accuracy if method == "swap" else 100)
+
+
+def test_a_method_may_have_a_rule_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/one.yaml").write_bytes((ROOT / "recipes/fashion-mini.yaml").read_bytes())
+    methods = "swap: {}\nearly: {phase1: {stop: plateau, patience: 2}}\nwhole: {phase1: {stop_accuracy: 100}}\n"
+    (tmp_path / "recipes/one.methods.yaml").write_text(methods)
+    monkeypatch.chdir(tmp_path)
+    found = read_methods("one")
+    rules = {
+        name: found.params(name, 0, read_sections(Path("recipes/one.yaml")))["phase1"].get("stop")
+        for name in found.settings
+    }
+    assert rules == {"swap": None, "early": "plateau", "whole": None}
 
 
 @pytest.mark.parametrize("name", ["cifar10-cpu", "tiny-imagenet-cpu"])

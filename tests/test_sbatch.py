@@ -103,6 +103,16 @@ def test_a_launcher_inside_a_job_does_not_hand_that_job_s_variables_on(monkeypat
     ]
 
 
+def test_what_ranks_read_reaches_them_also_where_sbatch_does_not_hand_the_environment_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"SWAP_SNAPSHOT_SECONDS": "60", "SWAP_KEEP_EPOCHS": "9", "SWAP_TENSORBOARD": "1", "SWAP_EVAL_BATCH": "50"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    script = sbatch._script([worker(3)], ["sbatch"]).splitlines()
+    assert {line for line in script if line.startswith("export ")} == {f"export {k}={v}" for k, v in given.items()}
+
+
 def test_a_bad_answer_of_squeue_is_waited_out() -> None:
     queue, shown = Queue(), display()
     program("squeue", 'echo "slurm_load_jobs error: Zero Bytes were transmitted or received" >&2; exit 1')

@@ -302,9 +302,10 @@ def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
 
 
 def bytes_to_write(plan: Plan) -> int:
-    """At most, for the plain pipeline: checkpoints, snapshots of jobs that run side by side, and prepared images."""
+    """At most, for the plain pipeline: checkpoints, snapshots of jobs that run side by side and of phase 1's course,
+    and prepared images."""
     checkpoints = (plan.num_checkpoints + plan.num_kept) * plan.checkpoint_bytes * _COPIES_OF_CHECKPOINTS
-    snapshots = _SNAPSHOTS_OF_A_JOB * plan.slots * plan.snapshot_bytes
+    snapshots = (_SNAPSHOTS_OF_A_JOB * plan.slots + plan.num_snapshots) * plan.snapshot_bytes
     facts = plan.data
     # Of images that stay in their files, a path, a label and a digest are written.
     image_bytes = 200 if facts.size is None else facts.channels * facts.size[0] * facts.size[1] + 8

@@ -21,6 +21,7 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.report.provenance import flat, read_sections, shown
 
 Tree = Mapping[str, Any]
+_TAU, _RULE = "phase1.stop_accuracy", "phase1.stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,9 @@ def read_methods(recipe: str) -> Methods:
         raise SwapError(f"{file} has no methods: list them by name, with what each changes of the recipe")
     changes = {name: flat(sections) for name, sections in given.items()}
     touched = dict.fromkeys(key for change in changes.values() for key in change)
+    if _TAU in touched:  # it means nothing under another rule
+        touched[_RULE] = None
+        changes = {name: {_RULE: None, **change} if _TAU in change else change for name, change in changes.items()}
     settings = {name: {key: change.get(key, original.get(key)) for key in touched} for name, change in changes.items()}
     return Methods(file=file, settings=settings)
 

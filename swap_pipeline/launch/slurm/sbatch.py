@@ -29,7 +29,9 @@ from swap_pipeline.storage.files import write_json
 
 _PLACE_SECONDS = 60
 """after which the place in the queue is looked up again"""
-_PASSED_ON = ("DVC_ROOT", "SWAP_EVAL_BATCH", "SWAP_KEEP_EPOCHS", "SWAP_LOADERS", "SWAP_TIMEOUT_MINUTES")
+_OF_RANKS = ("DEBUG", "EVAL_BATCH", "KEEP_EPOCHS", "LOADERS", "SNAPSHOT_SECONDS", "TENSORBOARD", "TIMEOUT_MINUTES")
+_PASSED_ON = ("DVC_ROOT", *(f"SWAP_{name}" for name in _OF_RANKS))
+"""also where the site's sbatch does not hand on the environment (SBATCH_EXPORT)"""
 _MAX_COMMENT = 1000
 """characters; Slurm refuses a job with more than 1,024"""
 
