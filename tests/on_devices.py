@@ -65,7 +65,7 @@ def train(
     out: str = "",
     precision: Any = "fp32",
     channels_last: bool = True,
-    compiled: bool = False,
+    compiled: Any = False,
     snapshots: str | None = None,
     kill: tuple[int, int, int] | None = None,
     epochs: int = 1,

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EVERY_EPOCH, Project, made_once, processes_in, wait_until
+from conftest import EVERY_EPOCH, Project, assert_one_line, made_once, processes_in, wait_until
+
+from swap_pipeline.training.snapshots import spacing, write_snapshot
 
 EPOCHS = 10
 COURSE: dict[str, Any] = {"phase1.max_epochs": EPOCHS, "phase1.stop_accuracy": 100.0, "phase1.keep_epochs": [2, 5]}
@@ -206,6 +208,26 @@ def test_a_killed_job_with_a_new_tau_resumes_and_ends_in_the_same_bytes(whole: P
 
     assert min(epochs_trained(done.stdout), default=EPOCHS) > begun
     assert models(project) == models(whole)
+
+
+@pytest.mark.parametrize("at_most", [5, 6, 9, 40])
+@pytest.mark.parametrize("epochs", [1, 7, 40, 150])
+def test_no_more_snapshots_stay_than_are_allowed_wherever_the_course_is_taken_up(
+    at_most: int, epochs: int, tmp_path: Path
+) -> None:
+    every = spacing(epochs=epochs, at_most=at_most)
+    for first in (1, max(1, epochs // 2), max(1, epochs // 3)):
+        for epoch in range(first, min(epochs, first + 3 if first > 1 else epochs) + 1):
+            write_snapshot(tmp_path, epoch, {}, {}, stays=lambda epoch: epoch % every == 0)
+            assert len(list(tmp_path.iterdir())) <= at_most
+
+
+def test_fewer_than_five_are_refused(whole: Project, tmp_path: Path) -> None:
+    """The newest two and the last two that were written always stay."""
+    project = whole.copy_to(tmp_path / "project")
+    project.set_params({"phase1.peak_lr": 0.12})
+    done = project.stage("phase1", SWAP_KEEP_EPOCHS="4")
+    assert_one_line(done, "SWAP_KEEP_EPOCHS is '4': write a whole number from 5 to 100,000")
 
 
 def test_clean_keeps_the_course_of_the_present_params_whatever_tau_is(whole: Project, tmp_path: Path) -> None:

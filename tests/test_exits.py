@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from conftest import Project
+from test_stopping import a_curve, a_run
 
-from swap_pipeline.analysis.exits import exits_of
+from swap_pipeline.analysis.exits import RULES, _exits_of_rules, exits_of
+from swap_pipeline.config.params import Leaving
 
 
 def test_exits_are_those_wanted_of_the_models_that_were_kept_and_the_last() -> None:
     assert list(exits_of([2, 4, 9], kept="all", epochs=6)) == [2, 4, 6]  # type: ignore[arg-type]
     assert list(exits_of("all", kept=(3, 5), epochs=6)) == [3, 5, 6]
     assert exits_of((2,), kept=(), epochs=6) == {6: Path("checkpoints/phase1/model.safetensors")}
+
+
+def test_where_phase_1_ran_to_its_end_each_rule_has_its_exit_and_its_regret() -> None:
+    """τ is passed after epoch 3, the loss is lowest after epoch 2; models were kept after 2, 4 and the last, 6."""
+    given = Leaving(stop="epochs", stop_accuracy=80.0, patience=3)
+    phase1 = a_run(given, epochs=6)
+    curve = a_curve(accuracies=[50, 70, 85, 90, 91, 92], losses=[0.9, 0.4, 0.5, 0.6, 0.5, 0.5])
+    exits = [{"epoch": epoch, "accuracy": accuracy} for epoch, accuracy in ((2, 80.0), (4, 86.0), (6, 85.0))]
+
+    found = _exits_of_rules(RULES, phase1, {"curve": [asdict(row) for row in curve]}, exits)
+
+    assert found == [
+        {"rule": "accuracy", "epoch": 3, "nearest": 2, "regret": 6.0},  # of two that are as near, the earlier
+        {"rule": "plateau", "epoch": 5, "nearest": 4, "regret": 0.0},
+    ]
 
 
 @pytest.fixture(scope="module")

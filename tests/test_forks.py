@@ -29,8 +29,10 @@ from test_training import (
 )
 from torch import nn
 
-from swap_pipeline.config.params import Leaving
+from swap_pipeline.config.params import Leaving, Optimizer
+from swap_pipeline.config.schedules import by_epoch
 from swap_pipeline.data.images import Images
+from swap_pipeline.errors import SwapError
 from swap_pipeline.storage.tensor_files import read_tensors
 from swap_pipeline.training.leaving.forks import Forks
 from swap_pipeline.training.leaving.rules import ForkTest, exit_now, first_end, lacks_test
@@ -180,6 +182,100 @@ def test_what_was_found_is_there_for_the_next_attempt_and_only_for_the_same_tria
     (file,) = tmp_path.glob("forks-*.json")
     file.write_text(file.read_text().replace('"epoch": 4', '"epoch": 5'))
     assert known(FORK) == []
+
+
+# ---- a quadratic problem: each image pulls w towards 1 or −1 by its class, so the optimum is 0
+
+
+class Point(nn.Module):
+    """Its first output is w, whatever the image."""
+
+    def __init__(self, w: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(w))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.w.expand(len(images)), torch.zeros(len(images))], dim=1)
+
+
+def square_losses(logits: torch.Tensor, labels: torch.Tensor, **_: object) -> torch.Tensor:
+    return (logits[:, 0] - (1 - 2 * labels)).square() / 2
+
+
+@pytest.fixture
+def quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swap_pipeline.engine.evaluation.cross_entropies", square_losses)
+    for where, reduce in (("training.loop.training_loss", torch.mean), ("engine.evaluation.summed_loss", torch.sum)):
+        loss = lambda logits, labels, reduce=reduce, **_: reduce(square_losses(logits, labels))  # noqa: E731
+        monkeypatch.setattr(f"swap_pipeline.{where}", loss)
+
+
+def descend(folder: Path, leaving: Leaving, *, w: float, rate: float, epochs: int) -> Record:
+    """One step an epoch, of gradient descent: w shrinks by 1 − rate."""
+    run = replace(a_run(epochs=epochs), batch_size=by_epoch(8), learning_rate=lambda epoch: rate, leaving=leaving)
+    return train(
+        run,
+        Point(w),
+        two_classes([0, 1] * 4),
+        optimizer=Optimizer(momentum=0.0, nesterov=False, weight_decay=0.0),
+        compute=COMPUTE,
+        group=ALONE,
+        keeping=kept_in(folder),
+    )
+
+
+@pytest.mark.usefixtures("quadratic")
+def test_on_a_quadratic_problem_forks_leave_at_the_epoch_that_the_closed_form_gives(tmp_path: Path) -> None:
+    w, rate, images = 64.0, 0.5, 8  # powers of 2, so that nothing is rounded
+    leaving = replace(FORK, fork_steps=1, fork_batch_size=images, fork_lr=0.5)
+
+    def after(epoch: int) -> tuple[float, float]:
+        """Loss of the average, and its standard error: each of (x ∓ 1)² / 2 is x away from the mean of both."""
+        x = (1 - 0.5) * w * (1 - rate) ** epoch  # a fork takes one step
+        return (x**2 + 1) / 2, x / math.sqrt(images - 1)
+
+    tests = range(2, 30, 2)
+    wanted = next(e for e in tests[1:] if after(e - 2)[0] - after(e)[0] < after(e)[1])
+    assert wanted == 10
+
+    record = descend(tmp_path, leaving, w=w, rate=rate, epochs=30)
+
+    assert (record.stopped_by, len(record.curve)) == ("fork", wanted)
+    assert [test["epoch"] for test in record.forks] == [e for e in tests if e <= wanted]
+    for test in record.forks:
+        assert (test["value"], test["value_error"]) == pytest.approx(after(int(test["epoch"])), rel=1e-5)
+        assert test["barrier"] == 0  # all forks see all images, and so go the same way
+
+
+@pytest.mark.usefixtures("quadratic")
+@pytest.mark.parametrize(("rate", "left"), [(0.1, ("epochs", 20)), (2.5, ("plateau", 4))])
+def test_on_a_quadratic_problem_plateau_leaves_if_the_rate_is_too_high(
+    rate: float, left: tuple[str, int], tmp_path: Path
+) -> None:
+    """Below a rate of 2 the loss falls in every epoch, above it rises in every one: the first is the best."""
+    record = descend(tmp_path, Leaving(stop="plateau", patience=3), w=8.0, rate=rate, epochs=20)
+    assert (record.stopped_by, len(record.curve)) == left
+
+
+# ---- what goes wrong in a fork
+
+
+def test_a_fork_that_diverges_names_its_own_rate(tmp_path: Path) -> None:
+    run = forking(leaving=replace(FORK, fork_lr=1e38))
+    with pytest.raises(SwapError, match=r"^phase1, fork 0 after epoch 3: .* not finite .*: lower phase1\.fork_lr$"):
+        train_here(small_network(), tmp_path, run)
+
+
+def test_a_fork_that_does_not_fit_into_memory_names_its_own_batch(tmp_path: Path) -> None:
+    network = small_network()
+
+    def fill(module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if module.training and len(inputs[0]) == FORK.fork_batch_size:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    network.register_forward_pre_hook(fill)
+    with pytest.raises(SwapError, match=r"^phase1, fork 0 after epoch 3: 6 images .*: lower phase1\.fork_batch_size$"):
+        train_here(network, tmp_path, forking())
 
 
 # ---- the course

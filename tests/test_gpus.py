@@ -165,6 +165,7 @@ def test_a_driver_runs_what_is_made_for_its_major_version_or_an_older_one(cuda: 
         ((11, 0), KERNELS, False),
         ((12, 1), ["sm_80", "compute_80"], True),
         ((7, 0), ["sm_80", "compute_80"], False),
+        ((7, 0), [], True),  # not known
     ],
 )
 def test_kernels_run_on_their_generation_from_their_minor_version_on(

@@ -73,7 +73,7 @@ def test_exponents_without_a_dot_are_numbers_as_they_are_to_dvc(tmp_path: Path) 
         ("phase2.warmup_epochs", 9, "phase2.warmup_epochs is 9, longer than phase2.epochs (8)"),
         ("phase1.stop", "qsr", "phase1.stop is qsr, but phase1.qsr_alpha is missing"),
         ("phase1.stop", "fork", "phase1.stop is fork, but phase1.fork_batch_size is missing: set it to phase 2's, 90"),
-        ("phase1.stop", "never", "phase1.stop is 'never': choose one of accuracy, plateau, qsr, fork"),
+        ("phase1.stop", "never", "phase1.stop is 'never': choose one of accuracy, plateau, qsr, fork, epochs"),
         ("augment.flip", "yes", "augment.flip is 'yes', but must be true or false"),
         ("augment", 3, "augment must be a section with entries of its own, not 3"),
         ("data.augment", {}, "data.augment is not a known parameter"),
@@ -139,6 +139,52 @@ def test_a_bad_entry_is_named_with_its_value_and_the_way_out(dotted: str, value:
     assert str(caught.value).startswith("params.yaml: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+FORK = {"stop": "fork", "fork_batch_size": 90, "fork_lr": 0.1, "warmup_epochs": 4, "max_epochs": 24}
+
+
+@pytest.mark.parametrize(
+    ("given", "images", "message"),
+    [
+        (FORK, 0, "phase1.stop is fork, which needs a validation set: set data.validation_images"),
+        ({"stop": "plateau"}, 0, "phase1.stop is plateau, which needs a validation set: set data.validation_images"),
+        (
+            {"stop": "plateau", "patience": 24, "max_epochs": 24},
+            100,
+            "phase1.stop is plateau, but phase1.patience is 24 and phase1.max_epochs 24, so it never ends the phase: "
+            "lower phase1.patience",
+        ),
+        (FORK | {"fork_every": 9}, 100, ""),  # after epochs 13 and 22
+        (
+            FORK | {"fork_every": 10},
+            100,
+            "phase1.stop is fork, which compares two tests, but there is time for 1 between the warm-up and "
+            "phase1.max_epochs (24): lower phase1.fork_every (10)",
+        ),
+        (
+            {"stop": "qsr", "qsr_alpha": 0.4, "qsr_steps": 16, "peak_lr": 0.2, "schedule": "constant"},
+            0,
+            "phase1.stop is qsr, but phase 1's learning rate never falls to qsr_alpha / √qsr_steps = 0.1: "
+            "raise phase1.qsr_alpha, or let the rate fall",
+        ),
+        ({"stop": "qsr", "qsr_alpha": 0.8, "qsr_steps": 16, "peak_lr": 0.2, "schedule": "constant"}, 0, ""),
+        ({"stop": "qsr", "qsr_alpha": 0.4, "qsr_steps": 16, "peak_lr": 0.2}, 0, ""),
+        ({"stop": "epochs"}, 0, ""),
+    ],
+)
+def test_a_rule_for_leaving_that_cannot_end_the_phase_is_refused(
+    given: dict[str, Any], images: int, message: str
+) -> None:
+    params = tree()
+    params["phase1"] |= given
+    params["data"]["validation_images"] = images
+    if not message:
+        assert parse_params(params).phase1.stop == given["stop"]
+        return
+    with pytest.raises(SwapError) as caught:
+        parse_params(params)
+    assert str(caught.value) == f"params.yaml: {message}"
 
 
 def with_knots(section: str, knots: list[list[float]], **more: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from swap_pipeline.cli.plan.plan import DataFacts, Devices, NetworkFacts, Plan, 
 from swap_pipeline.cli.plan.text import text_of
 from swap_pipeline.cli.plan.throughput import measure_throughput
 from swap_pipeline.cli.plan.times import Forecast, Throughput, Times, expected_times
-from swap_pipeline.config.params import Compute, Data, Leaving, Model, Params
+from swap_pipeline.config.params import Compute, Data, Model, Params
 from swap_pipeline.config.reading import parse_params, read_params
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import share_of_phase1, share_of_worker
@@ -710,7 +711,40 @@ def test_swap_plan_refuses_in_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
-def test_what_a_fork_test_costs_is_known() -> None:
-    fork = Leaving(stop="fork", forks=4, fork_steps=20, fork_batch_size=96, fork_lr=0.1)
-    assert fork.images_per_test == 7680
-    assert Leaving(forks=4, fork_batch_size=96).images_per_test == 0
+FORK = {
+    "phase1.stop": "fork",
+    "phase1.fork_every": 20,
+    "phase1.forks": 4,
+    "phase1.fork_steps": 20,
+    "phase1.fork_batch_size": 500,
+    "phase1.fork_lr": 0.1,
+}
+
+
+@pytest.mark.parametrize(("gpus", "forks_of_busiest"), [(1, 4), (2, 2), (8, 1)])
+def test_fork_tests_are_counted_as_by_hand(gpus: int, forks_of_busiest: int) -> None:
+    """150 epochs, 36 of them warm-up: tests after 56, 76, 96, 116 and 136, each of 4 forks with 20 steps of 500."""
+    data = replace(CIFAR10, num_train=45_000, num_validation=5_000)
+    plan, without = (plan_of({"data.validation_images": 5_000, **more}, gpus=gpus, data=data) for more in (FORK, {}))
+
+    forks = plan.forks
+    assert (forks.tests, forks.steps, forks.images) == (5, 80, 40_000)
+    # Three passes for an image that is trained on, one for one of the statistics or of the 5,000 for validation.
+    assert forks.flops == 100 * (4 * (30_000 + 5_000) + 10_000 + gpus * 5_000)
+    busiest = forks_of_busiest * (30_000 + 5_000) + 10_000 // gpus + 5_000
+    assert forks.flops_of_busiest == 100 * busiest
+    more, less = (expected_times(each, at(1000)) for each in (plan, without))
+    assert more.phase1.seconds - less.phase1.seconds == pytest.approx(5 * busiest / 3 / 1000)
+    assert more.critical_path - less.critical_path == pytest.approx(5 * busiest / 3 / 1000)
+    assert more.phase1.device_seconds - less.phase1.device_seconds == pytest.approx(gpus * 5 * busiest / 3 / 1000)
+    assert plan.flops - without.flops == 5 * forks.flops
+    lines = text_of(Forecast(title="a plan", plan=plan, throughput=at(1000), times=more)).splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("phase 1, fork tests")]
+    assert row[4:9] == [str(gpus), "≤", "5", "400", "200,000"]
+    assert "fork tests" not in text_of(Forecast(title="", plan=without, throughput=at(1000), times=less))
+
+
+def test_a_fork_trains_for_an_epoch_at_most() -> None:
+    data = replace(CIFAR10, num_train=5_000, num_validation=1_000)
+    plan = plan_of({"data.validation_images": 1_000, **FORK, "phase1.fork_steps": 200}, data=data)
+    assert plan.forks.steps == 4 * 10

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from swap_pipeline.config.params import Leaving
-from swap_pipeline.config.schedules import by_epoch, warmup_then_decay
-from swap_pipeline.training.leaving.rules import end_of_warmup, exit_now, first_end
+from swap_pipeline.config.schedules import by_epoch, end_of_warmup, warmup_then_decay
+from swap_pipeline.training.leaving.rules import exit_now, exit_of_rule, first_end
 from swap_pipeline.training.run import Epoch, Run
 
 
@@ -97,9 +97,18 @@ def test_qsr_ends_the_phase_once_as_many_steps_may_go_without_an_exchange_as_pha
 
 def test_qsr_does_not_take_the_low_rates_of_the_warm_up_for_those_of_the_end() -> None:
     run = a_run(Leaving(stop="qsr", qsr_alpha=1.0, qsr_steps=100))
-    assert end_of_warmup(run) == 2
+    assert end_of_warmup(run.learning_rate, epochs=10) == 2
     assert first_end(run, a_curve(rates=[0.01, 0.05, 0.8, 0.7, 0.1])) == 5
-    assert end_of_warmup(a_run(Leaving(), warmup_epochs=0)) == 0
+    assert end_of_warmup(a_run(Leaving(), warmup_epochs=0).learning_rate, epochs=10) == 0
+
+
+def test_a_phase_that_is_to_run_to_its_end_does_and_tau_is_still_known() -> None:
+    run, curve = a_run(Leaving(stop="epochs", stop_accuracy=90), epochs=3), a_curve(accuracies=[50, 95, 96])
+    assert [first_end(run, curve[:n]) for n in (1, 2, 3)] == [None, None, 3]
+    assert by(run, curve) == "epochs"
+    assert exit_of_rule("accuracy", run, curve, ()) == 2
+    assert not run.leaving.may_end_early and not Leaving().may_end_early
+    assert Leaving(stop_accuracy=90).may_end_early and Leaving(stop="plateau").may_end_early
 
 
 def test_a_rate_of_0_allows_any_number_of_steps() -> None:

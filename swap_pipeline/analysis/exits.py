@@ -83,8 +83,10 @@ def run_exits_job(
                 {"epoch": epoch, **point, **_workers(record, epoch, [places[epoch, seed] for seed in seeds], point)}
                 for epoch, point in zip(exits, points, strict=True)
             ]
-            rules = _rules(phase1, record, found)
-            about = {"exits": found, "rules": rules, "seeds": seeds, "split": averager.data.held_out_name}
+            # Without a validation set, there is nothing for it to look at.
+            rules = RULES if averager.data.validation is not None else [name for name in RULES if name != "plateau"]
+            left = _exits_of_rules(rules, phase1, record, found)
+            about = {"exits": found, "rules": left, "seeds": seeds, "split": averager.data.held_out_name}
             with folder.complete() as result:
                 write_json(result / RECORD, {**about, **group.as_json()})
 
@@ -101,12 +103,14 @@ def _workers(
     }
 
 
-def _rules(phase1: Run, record: Mapping[str, Any], exits: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _exits_of_rules(
+    rules: Sequence[str], phase1: Run, record: Mapping[str, Any], exits: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Where each rule would have left phase 1, if it would, and what that costs: its regret, at the nearest exit."""
     curve = [Epoch(**row) for row in record["curve"]]
     tests = [ForkTest(**test) for test in record.get("forks", ())]
     found = []
-    for rule in RULES:
+    for rule in rules:
         if (epoch := exit_of_rule(rule, phase1, curve, tests)) is not None:
             nearest = min(exits, key=lambda point: abs(point["epoch"] - epoch))
             regret = max(point["accuracy"] for point in exits) - nearest["accuracy"]

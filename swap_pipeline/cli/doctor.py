@@ -202,7 +202,8 @@ def _kernels() -> list[str]:
     """What the installed torch has machine code for; some releases say so only where there is a GPU."""
     import torch
 
-    return torch.cuda.get_arch_list() or (torch._C._cuda_getArchFlags() or "").split()
+    flags = getattr(torch._C, "_cuda_getArchFlags", None)
+    return torch.cuda.get_arch_list() or ((flags and flags()) or "").split()
 
 
 def _sharing() -> Iterator[Finding]:

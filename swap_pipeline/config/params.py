@@ -144,10 +144,10 @@ class Schedule:
 class Leaving:
     """When phase 1 ends. None of these change how it trains, so one training run serves all of their values."""
 
-    stop: Literal["accuracy", "plateau", "qsr", "fork"] = knob(
+    stop: Literal["accuracy", "plateau", "qsr", "fork", "epochs"] = knob(
         "what ends the phase before max_epochs: the training accuracy passes τ; the validation loss stops falling; "
-        "the learning rate is low enough for phase 2's steps without communication; or short trials of phase 2 "
-        "stop improving (docs/choosing-tau.md)",
+        "the learning rate is low enough for phase 2's steps without communication; short trials of phase 2 "
+        "stop improving; or nothing (docs/choosing-tau.md)",
         default="accuracy",
     )
     stop_accuracy: float = knob(
@@ -170,7 +170,7 @@ class Leaving:
 
     fork_every: int = knob("stop: fork. Epochs between trials of phase 2, after the warm-up", default=3, minimum=1)
     forks: int = knob("stop: fork. Workers per trial", default=4, minimum=2, maximum=1 << 16)
-    fork_steps: int = knob("stop: fork. Steps per trial", default=20, minimum=1)
+    fork_steps: int = knob("stop: fork. Steps per trial, at most an epoch", default=20, minimum=1)
     fork_batch_size: int | None = knob("stop: fork. Phase 2's batch size", default=None, minimum=1)
     fork_lr: float | None = knob(
         "stop: fork. Phase 2's peak learning rate; a trial decays from it to 0", default=None, above=0
@@ -178,12 +178,7 @@ class Leaving:
 
     @property
     def may_end_early(self) -> bool:
-        return self.stop != "accuracy" or self.stop_accuracy < 100
-
-    @property
-    def images_per_test(self) -> int:
-        """Training images used by a fork test; 0 if there is none."""
-        return self.forks * self.fork_steps * (self.fork_batch_size or 0) if self.stop == "fork" else 0
+        return self.stop not in ("accuracy", "epochs") or (self.stop == "accuracy" and self.stop_accuracy < 100)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from swap_pipeline.config.params import Knots, Params, Phase2, Schedule
 from swap_pipeline.config.parsing import parse_as, read_tree
+from swap_pipeline.config.schedules import end_of_warmup, learning_rate_of, num_fork_tests
 from swap_pipeline.errors import SwapError
 
 
@@ -58,6 +60,11 @@ def _check_exit(params: Params) -> None:
     phase1, phase2 = params.phase1, params.phase2
     if phase1.stop in ("plateau", "fork") and params.data.validation_images == 0:
         raise SwapError(f"phase1.stop is {phase1.stop}, which needs a validation set: set data.validation_images")
+    if phase1.stop == "plateau" and phase1.patience >= phase1.max_epochs:
+        raise SwapError(
+            f"phase1.stop is plateau, but phase1.patience is {phase1.patience} and phase1.max_epochs "
+            f"{phase1.max_epochs}, so it never ends the phase: lower phase1.patience"
+        )
     if phase1.stop == "qsr":
         if phase1.qsr_alpha is None:
             raise SwapError("phase1.stop is qsr, but phase1.qsr_alpha is missing: add it (docs/choosing-tau.md)")
@@ -66,12 +73,24 @@ def _check_exit(params: Params) -> None:
                 "phase1.stop is qsr, but phase1.qsr_steps is missing: add phase 2's number of steps, "
                 f"{phase2.epochs} × the batches of an epoch"
             )
+        rate, most = learning_rate_of(phase1, epochs=phase1.max_epochs), phase1.qsr_alpha / math.sqrt(phase1.qsr_steps)
+        after = range(end_of_warmup(rate, epochs=phase1.max_epochs) + 1, phase1.max_epochs + 1)
+        if all(rate(epoch) > most for epoch in after):
+            raise SwapError(
+                f"phase1.stop is qsr, but phase 1's learning rate never falls to qsr_alpha / √qsr_steps = {most:.3g}: "
+                "raise phase1.qsr_alpha, or let the rate fall"
+            )
     if phase1.stop == "fork":
         of_phase2 = {"fork_batch_size": phase2.batch_size, "fork_lr": phase2.peak_lr}
         for key, value in of_phase2.items():
             if getattr(phase1, key) is None:
                 example = f", {value}" if isinstance(value, int | float) else ""
                 raise SwapError(f"phase1.stop is fork, but phase1.{key} is missing: set it to phase 2's{example}")
+        if (tests := num_fork_tests(phase1)) < 2:
+            raise SwapError(
+                f"phase1.stop is fork, which compares two tests, but there is time for {tests} between the warm-up and "
+                f"phase1.max_epochs ({phase1.max_epochs}): lower phase1.fork_every ({phase1.fork_every})"
+            )
 
 
 _BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")

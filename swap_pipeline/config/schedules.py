@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from swap_pipeline.config.params import Schedule
+from swap_pipeline.config.params import Phase1, Schedule
 
 Value = TypeVar("Value")
 
@@ -83,6 +83,19 @@ def learning_rate_of(given: Schedule, *, epochs: int, cycles: int = 1, first_epo
     return type(cycle)(
         tuple(k * length + epoch for k in range(cycles) for epoch in cycle.epochs), tuple(cycle.values) * cycles
     )
+
+
+def end_of_warmup(rate: Callable[[float], float], *, epochs: int) -> int:
+    """The epoch at which the learning rate is at its highest."""
+    return max(range(epochs), key=rate)
+
+
+def num_fork_tests(given: Phase1) -> int:
+    """At most: every `fork_every` epochs after the warm-up, but not after the last epoch."""
+    if given.stop != "fork":
+        return 0
+    epochs = given.max_epochs
+    return (epochs - 1 - end_of_warmup(learning_rate_of(given, epochs=epochs), epochs=epochs)) // given.fork_every
 
 
 @dataclass(frozen=True)

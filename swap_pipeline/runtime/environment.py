@@ -109,7 +109,7 @@ def timeout_minutes() -> float:
 
 def num_kept_epochs() -> int:
     """SWAP_KEEP_EPOCHS: maximum number of phase 1's snapshots to keep, for other stop rules and values of τ."""
-    return _count("SWAP_KEEP_EPOCHS", 40, minimum=2)
+    return _count("SWAP_KEEP_EPOCHS", 40, minimum=5)
 
 
 def snapshot_seconds() -> float:

@@ -144,6 +144,8 @@ def unfit(model: str, capability: tuple[int, int], kernels: Sequence[str]) -> st
     Machine code runs on the same major version from its minor version on, `compute_…` on any GPU at least as new.
     """
     major, minor = capability
+    if not kernels:
+        return ""  # not known
     for kernel in kernels:
         kind, _, digits = kernel.rstrip("af").partition("_")
         built = int(digits[:-1]), int(digits[-1])

@@ -197,7 +197,7 @@ class _Learner:
         self._network.train()
         too_much = must_fit(
             f"{self._run.name}: {steps.batch_size // self._run.shards} images at a time on each device",
-            remedy=f"raise {self._run.section}.shards, or lower {self._run.section}.batch_size",
+            remedy=self._run.if_too_large,
         )
         with too_much:
             batches = steps.batches(self._shards.numbers, first=begun.step)

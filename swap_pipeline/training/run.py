@@ -43,6 +43,21 @@ class Run:
     """by which rule it ends before its last epoch; by default, by none"""
     chance: str = ""
     """for people, where the name does not tell it: which seed of `params.yaml` it is"""
+    is_fork: bool = False
+    """a trial of phase 2, with params of its own"""
+
+    @property
+    def if_too_large(self) -> str:
+        """For people: what to do if a batch does not fit into memory."""
+        if self.is_fork:
+            return f"lower {self.section}.fork_batch_size"
+        return f"raise {self.section}.shards, or lower {self.section}.batch_size"
+
+    @property
+    def if_not_finite(self) -> str:
+        if self.is_fork:
+            return f"lower {self.section}.fork_lr"
+        return f"lower {self.section}.peak_lr (or lr_knots; or lengthen the warm-up)"
 
 
 @dataclass(frozen=True, kw_only=True)

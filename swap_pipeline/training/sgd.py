@@ -194,7 +194,6 @@ class FiniteGuard:
         run, wider = self._run, {"fp16": "bf16 or fp32", "bf16": "fp32", "tf32": "fp32"}.get(self._precision)
         chance = f" ({run.chance})" if run.chance else ""
         return SwapError(
-            f"{run.name}{chance}: {what} not taken and no checkpoint written: "
-            f"lower {run.section}.peak_lr (or lr_knots; or lengthen the warm-up)"
+            f"{run.name}{chance}: {what} not taken and no checkpoint written: {run.if_not_finite}"
             + (f", or set compute.precision to {wider}" if wider else "")
         )

@@ -133,10 +133,10 @@ def test_a_killed_run_ends_in_the_same_bytes(
 # --- values
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("compiled", [False, True, "reduce-overhead"], ids=["plain", "compiled", "reduce-overhead"])
 @pytest.mark.parametrize("channels_last", [True, False], ids=["channels last", "channels first"])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-def test_every_precision_learns(precision: str, channels_last: bool, compiled: bool) -> None:
+def test_every_precision_learns(precision: str, channels_last: bool, compiled: bool | str) -> None:
     if precision == "bf16" and not has_bf16():
         pytest.skip("this GPU has no bf16")
     if not ON_GPU and (precision == "tf32" or compiled):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swap_pipeline.averaging.selection import num_passes
+from swap_pipeline.cli.plan.forks import ForksPlan, plan_forks
 from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
 from swap_pipeline.config.params import Leaving, Params, Schedule
 from swap_pipeline.config.schedules import PiecewiseLinear, Steps, by_epoch, learning_rate_of
@@ -141,6 +142,7 @@ class Plan:
     network: NetworkFacts
     devices: Devices
     phase1: RunPlan
+    forks: ForksPlan
     worker: RunPlan
     """one of phase 2"""
     num_workers: int
@@ -164,7 +166,8 @@ class Plan:
     @property
     def flops(self) -> int:
         """Of all three phases."""
-        return self.phase1.flops + self.num_workers * self.worker.flops + self.phase3.flops
+        tests = self.forks.tests * self.forks.flops
+        return self.phase1.flops + tests + self.num_workers * self.worker.flops + self.phase3.flops
 
 
 def image_sizes(params: Params, data: DataFacts) -> tuple[Size, ...]:
@@ -207,6 +210,14 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         network=network,
         devices=devices,
         phase1=phase1,
+        forks=plan_forks(
+            params.phase1,
+            num_train=data.num_train,
+            num_validation=data.num_validation,
+            forward=network.flops[phase1.stretches[-1].image_size],
+            passes=PASSES,
+            processes=phase1.processes,
+        ),
         worker=worker,
         num_workers=num_workers,
         slots=slots,
@@ -362,8 +373,7 @@ def _notes(
     if leaving.may_end_early:
         by_accuracy = f"after the first one whose training accuracy passes {leaving.stop_accuracy:g} %"
         when = by_accuracy if leaving.stop == "accuracy" else f"if phase1.stop ({leaving.stop}) says so"
-        tests = f"; each fork test costs {images:,} training images more" if (images := leaving.images_per_test) else ""
-        notes.append(f"phase 1 is planned for all of its epochs; it ends earlier, {when}{tests}")
+        notes.append(f"phase 1 is planned for all of its epochs; it ends earlier, {when}")
     worker = runs[1]
     if worker.epochs and slots < num_workers:
         notes.append(

@@ -118,6 +118,15 @@ def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
 
     phase3 = plan.phase3
     yield row("phase 1", plan.phase1, epochs=f"≤ {plan.phase1.epochs}" if plan.may_end_early else "")
+    if (forks := plan.forks).tests:
+        counts = (f"{forks.tests * each:,}" for each in (forks.steps, forks.images))
+        yield (
+            "phase 1, fork tests",
+            f"{plan.phase1.devices:,}",
+            f"≤ {forks.tests}",
+            *counts,
+            _si(forks.tests * forks.flops),
+        )
     if plan.worker.epochs:
         yield row("phase 2, one worker", plan.worker)
         workers = counted(plan.num_workers, "worker")

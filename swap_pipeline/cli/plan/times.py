@@ -60,7 +60,13 @@ def expected_times(plan: Plan, throughput: Throughput) -> Times:
         busy = run.flops / flops_per_second
         return Expected(seconds=busy / run.devices, device_seconds=busy)
 
-    phase1, worker, phase3 = of_run(plan.phase1), of_run(plan.worker), plan.phase3
+    worker, phase3 = of_run(plan.worker), plan.phase3
+    testing = plan.forks.tests * plan.forks.flops_of_busiest / flops_per_second
+    testing_seconds = testing * plan.phase1.processes / plan.phase1.devices  # threads share the work of their process
+    phase1 = _sum(
+        of_run(plan.phase1),
+        Expected(seconds=testing_seconds, device_seconds=testing_seconds * plan.phase1.devices),
+    )
     phase2 = Expected(seconds=plan.rounds * worker.seconds, device_seconds=plan.num_workers * worker.device_seconds)
     forward = flops[phase3.image_size] / flops_per_second
     statistics_seconds = phase3.samples_of_busiest * forward / (phase3.devices / phase3.processes)

@@ -82,6 +82,7 @@ class Forks:
             max_steps=given.fork_steps,
             learning_rate=PiecewiseLinear((0, 1), (given.fork_lr, 0)),
             view=lambda epoch: view,
+            is_fork=True,
         )
 
     def _give_statistics(self, network: nn.Module, epoch: int, view: View | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swap_pipeline.config.schedules import end_of_warmup
 from swap_pipeline.training.run import Epoch, Run
 
 
@@ -48,16 +49,18 @@ class Exit:
 
 def exit_now(run: Run, curve: Sequence[Epoch], tests: Sequence[ForkTest] = ()) -> Exit | None:
     """Whether the run ends after the last epoch of the curve: Algorithm 1's `while training accuracy ≤ τ`."""
-    rules = {"accuracy": _accuracy, "plateau": _plateau, "qsr": _qsr}
+    rules = {"accuracy": _accuracy, "plateau": _plateau, "qsr": _qsr, "fork": lambda run, curve: _fork(curve, tests)}
     stop = run.leaving.stop
-    if curve and (because := _fork(curve, tests) if stop == "fork" else rules[stop](run, curve)):
+    if curve and stop != "epochs" and (because := rules[stop](run, curve)):
         return Exit(stop, because)
     return Exit("epochs", "") if len(curve) >= run.epochs else None
 
 
 def lacks_test(run: Run, epoch: int, tests: Sequence[ForkTest]) -> bool:
     """Whether a fork test is due after so many epochs, and has not been made."""
-    since = epoch - end_of_warmup(run) if run.leaving.stop == "fork" and epoch < run.epochs else 0
+    if run.leaving.stop != "fork" or epoch >= run.epochs:
+        return False
+    since = epoch - end_of_warmup(run.learning_rate, epochs=run.epochs)
     return since > 0 and since % run.leaving.fork_every == 0 and all(test.epoch != epoch for test in tests)
 
 
@@ -109,12 +112,7 @@ def _qsr(run: Run, curve: Sequence[Epoch]) -> str:
     without communication, so it begins once η is low enough for one of that length."""
     alpha, wanted, rate = run.leaving.qsr_alpha, run.leaving.qsr_steps, curve[-1].learning_rate
     assert alpha is not None and wanted is not None
-    if len(curve) <= end_of_warmup(run) or rate > alpha / math.sqrt(wanted):
+    if len(curve) <= end_of_warmup(run.learning_rate, epochs=run.epochs) or rate > alpha / math.sqrt(wanted):
         return ""
     allowed = f"{(alpha / rate) ** 2:.0f}" if rate else "any number of"
     return f"learning rate {rate:.4g}, at which {allowed} steps may go without an exchange (wanted: {wanted})"
-
-
-def end_of_warmup(run: Run) -> int:
-    """The epoch at which the learning rate is at its highest."""
-    return max(range(run.epochs), key=run.learning_rate)
