@@ -100,6 +100,8 @@ class Seen(TorchDispatchMode):
         self.reads: list[str] = []
         self.copies: list[str] = []
         self.fused_steps: list[dict[str, Any]] = []
+        self.looks = 0
+        """at the device's properties"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,10 +174,16 @@ def _apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], re
 @contextlib.contextmanager
 def fake_cuda(*, bf16: bool = True) -> Iterator[Seen]:
     """A block in which tensors are fakes and `cuda:0` is there, on a GPU with bf16 or without."""
+    seen = Seen()
+
+    def look_for_bf16(including_emulation: bool = True) -> bool:
+        seen.looks += 1
+        return bf16
+
     replaced: dict[str, Any] = {
         "torch.cuda.default_generators": (torch.default_generator,),
         "torch.cuda.synchronize": lambda device=None: None,
-        "torch.cuda.is_bf16_supported": lambda including_emulation=True: bf16,
+        "torch.cuda.is_bf16_supported": look_for_bf16,
         "torch.cuda.get_device_name": lambda device=None: "fake GPU",
         "torch.cuda.nccl.version": lambda: (0, 0, 0),
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
@@ -187,7 +195,7 @@ def fake_cuda(*, bf16: bool = True) -> Iterator[Seen]:
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        yield stack.enter_context(Seen())
+        yield stack.enter_context(seen)
 
 
 def training_step(
@@ -226,14 +234,14 @@ def training_step(
         """Called at the end of each step."""
 
         def step(self, epoch: int, step: int, steps: int) -> None:
-            after.append((sum(seen.operations.values()), len(seen.reads)))
+            after.append((sum(seen.operations.values()), len(seen.reads), seen.looks))
 
     with tempfile.TemporaryDirectory() as folder, fake_cuda() as seen:
         make = functools.partial(torch.zeros, device=GPU)
         pixels, labels = make(steps * batch_size, 3, 32, 32, dtype=torch.uint8), make(steps * batch_size).long()
         images = Images(pixels=pixels, labels=labels, mean=make(1, 3, 1, 1), std=make(1, 3, 1, 1))
         network = new_network(describe_network(model, channels=3, num_classes=10), seed=0)
-        after: list[tuple[int, int]] = []
+        after: list[tuple[int, int, int]] = []
         train(
             run,
             network,
@@ -250,6 +258,7 @@ def training_step(
         "operations": sum(by_step) / len(by_step),
         "most_operations": max(by_step),
         "reads_within_steps": after[-1][1] - after[0][1],
+        "looks_within_steps": after[-1][2] - after[0][2],
         "reads": dict(collections.Counter(seen.reads)),
         "copies": dict(collections.Counter(seen.copies)),
         "by_place": dict(seen.operations.most_common()),

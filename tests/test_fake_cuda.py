@@ -40,6 +40,7 @@ def everything() -> dict[str, Any]:
         key = f"{precision} {'channels last' if channels_last else 'channels first'}"
         found[f"train {key}"] = training_step(precision=precision, channels_last=channels_last, steps=17)
         found[f"look {key}"] = _passes(precision, channels_last)
+    found["train auto"] = training_step(precision="auto", steps=4)
     found["train shards"] = training_step(precision="bf16", shards=4, steps=4)
     found["train mean"] = training_step(precision="bf16", ema_decay=0.99, steps=4)
     with fake_cuda(bf16=False):
@@ -211,6 +212,12 @@ def test_passes_over_images_read_their_results_alone(found: Any, how: str) -> No
 
 def test_auto_is_bf16_where_the_gpu_has_it_and_fp16_where_not(found: Any) -> None:
     assert (found["auto with bf16"], found["auto without bf16"]) == ("bf16", "fp16")
+
+
+def test_what_auto_means_is_not_asked_again_in_each_step(found: Any) -> None:
+    """It takes a look at the device's properties."""
+    assert found["train auto"]["looks_within_steps"] == 0
+    assert found["train auto"]["operations"] <= BUDGET["bf16"]
 
 
 def test_a_tensor_that_was_left_on_the_host_would_be_noticed(found: Any) -> None:

@@ -17,6 +17,7 @@ from swap_pipeline.config.instances import PHASE1
 from swap_pipeline.launch.jobs import STDERR_FILE, Job, why_incomplete
 from swap_pipeline.launch.local import LocalRun
 from swap_pipeline.launch.pulse import Pulse
+from swap_pipeline.runtime import stage_process
 from swap_pipeline.runtime.job_folder import JobFolder
 
 
@@ -48,6 +49,33 @@ def test_where_nccl_ends_the_ranks_that_wait_the_one_they_waited_for_is_named(jo
     assert text.startswith("phase1 was ended: rank 1 did not answer for 30 minutes (SWAP_TIMEOUT_MINUTES): ")
     assert "\n" not in text
     assert may_pass
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error, NCCL version "
+        "2.28.9\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting early.",
+        "NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.28.9\nncclSystemError: System call "
+        "(e.g. socket, malloc) or external library call failed or device error.",
+        "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', "
+        "but got error: Failed to recv, got 0 bytes. Connection was likely closed.",
+        "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:41217",
+    ],
+    ids=["NCCL, remote", "NCCL, system", "store", "gloo"],
+)
+def test_a_rank_whose_peer_is_gone_leaves_it_to_others_to_say_why(
+    words: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SWAP_JOB": str(job.folder.path), "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(stage_process.time, "sleep", lambda seconds: None)
+    stage_process._tell_launcher(RuntimeError(words))
+    assert [path.name for path in job.folder.path.iterdir()] == ["lost_0.txt"]
+    report = "Root Cause (first observed failure):\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 1)\n"
+    (job.folder.path / STDERR_FILE).write_text(report)
+
+    assert told_of(job, 1)[0].startswith("phase1 failed: its rank 1 was ended by signal 9")
 
 
 def test_a_rank_that_was_killed_is_told_in_one_line_with_the_way_out(job: Job) -> None:
