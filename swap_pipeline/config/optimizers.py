@@ -63,12 +63,12 @@ def _of_torch() -> Mapping[str, Callable[..., Any]]:
 
 def _of_timm(name: str, key: str) -> Mapping[str, Callable[..., Any]]:
     try:
-        optim = importlib.import_module("timm.optim")
+        importlib.import_module("timm")
     except ModuleNotFoundError as error:
         if error.name != "timm":
             raise
         raise SwapError(f"{key}.name is {name!r}, but timm is not installed: run `pip install timm`") from None
-    found: dict[str, Callable[..., Any]] = {}
+    optim, found = importlib.import_module("timm.optim"), dict[str, Callable[..., Any]]()
     for each in optim.list_optimizers():
         info = optim.get_optimizer_info(each)
         arguments = {**({"momentum": 0.9} if info.has_momentum else {}), **(info.defaults or {})}
