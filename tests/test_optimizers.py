@@ -156,7 +156,7 @@ def moved(optimizer: Optimizer, *, stop: int | None = None, steps: int = 5) -> t
 
 
 REFUSED = {
-    "torch:LBFGS": "doesn't support per-parameter options",
+    "torch:LBFGS": "missing 1 required positional argument: 'closure'",
     "torch:Muon": "only supports 2D parameters",
     "torch:SparseAdam": "does not support dense gradients",
     "timm:adahessian": "does not require grad",

@@ -59,7 +59,7 @@ _ONLY_SGD = ("momentum", "nesterov")
 
 
 def _with_optimizers(params: Params, tree: Mapping[str, Any]) -> Params:
-    """The params with a whole optimizer in each phase that changes entries of it."""
+    """The params with a whole optimizer in each phase whose section changes it."""
     _check_optimizer("optimizer", params.optimizer, tree.get("optimizer", {}))
 
     def whole(name: str, phase: Schedule) -> Optimizer | None:
@@ -70,7 +70,8 @@ def _with_optimizers(params: Params, tree: Mapping[str, Any]) -> Params:
         taken = vars(params.optimizer).keys() - given.keys() - {*((*_ONLY_SGD, "options") if has_own_name else ())}
         optimizer = replace(phase.optimizer, **{entry: getattr(params.optimizer, entry) for entry in taken})
         _check_optimizer(f"{name}.optimizer", optimizer, given)
-        return optimizer
+        optimizer = replace(optimizer, options=optimizer.options or None)
+        return None if optimizer == params.optimizer else optimizer
 
     phase1, phase2 = whole("phase1", params.phase1), whole("phase2", params.phase2)
     return replace(

@@ -61,7 +61,10 @@ class Named:
                 )
         tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
         self._devices = {key: tensor.device for key, tensor in tensors.items()}
-        self._layout = entries | {key: tensor.to("meta") for key, tensor in tensors.items()}
+        self._layout = entries | {
+            key: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            for key, tensor in tensors.items()
+        }
 
     def zero_grad(self) -> None:
         for parameter in self._named.values():
