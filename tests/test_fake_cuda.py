@@ -42,8 +42,6 @@ def everything() -> dict[str, Any]:
         found[f"look {key}"] = _passes(precision, channels_last)
     found["train shards"] = training_step(precision="bf16", shards=4, steps=4)
     found["train mean"] = training_step(precision="bf16", ema_decay=0.99, steps=4)
-    for name in ("timm:lars", "torch:AdamW"):
-        found[f"train {name}"] = training_step(precision="bf16", steps=4, optimizer=name)
     with fake_cuda(bf16=False):
         from swap_pipeline.engine.precision import resolve
 
@@ -185,11 +183,11 @@ def test_several_shards_and_a_mean_of_weights_read_no_more(found: Any) -> None:
         assert found[f"train {how}"]["reads_within_steps"] == 0
 
 
-@pytest.mark.parametrize("name", ["timm:lars", "torch:AdamW"])
-def test_an_optimizer_by_name_reads_once_a_step_whether_to_take_it(found: Any, name: str) -> None:
+def test_an_optimizer_by_name_reads_once_a_step_whether_to_take_it() -> None:
+    """In a process of its own: what timm imports and fake tensors do not go together for long."""
     guard = "training/optimizers/named.py: elif not skip_if.item():"
-    assert found[f"train {name}"]["reads"].keys() == READS_OF_TRAINING | {guard}
-    assert found[f"train {name}"]["reads"][guard] == 4
+    reads = call(training_step, precision="bf16", width=8, batch_size=64, steps=4, optimizer="timm:lars")["reads"]
+    assert (set(reads), reads[guard]) == (READS_OF_TRAINING | {guard}, 4)
 
 
 @pytest.mark.parametrize("how", TRAINED)
