@@ -83,7 +83,7 @@ def _values(kind: Any, limits: Any) -> str:
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         return "list of `[epoch, value]`" if typing.get_origin(item) is tuple else f"list of {_values(item, {})}s"
-    if typing.get_origin(kind) is dict:
+    if typing.get_origin(kind) is dict or dataclasses.is_dataclass(kind):
         return "section"
     name = {int: "integer", float: "number", bool: "`true`, `false`", str: "text"}[kind]
     return f"{name}{_range(limits)}" if kind in (int, float) else name

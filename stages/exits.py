@@ -51,7 +51,7 @@ def leave_elsewhere(params: Params, given: Analysis, folder: JobFolder) -> None:
             seeds=params.workers.seeds[: given.exit_workers],
             name=EXITS.name,
             setting=setting_of(params),
-            optimizer=params.optimizer,
+            optimizer=params.phase2.optimizer or params.optimizer,
             statistics=params.phase3,
             group=group,
             folder=folder,

@@ -47,7 +47,7 @@ def train_phase1(params: Params, folder: JobFolder) -> None:
             start=derive_seed("initial weights", params.seed),
             header={"phase": "phase1", "seed": params.seed},
             setting=setting_of(params),
-            optimizer=params.optimizer,
+            optimizer=phase.optimizer or params.optimizer,
             group=group,
             folder=folder,
             keep=models_to_keep(phase.keep_epochs, epochs=phase.max_epochs),

@@ -78,7 +78,7 @@ def train_worker(params: Params, instance: Instance, folder: JobFolder) -> None:
             start=PHASE1.model,
             header={"phase": "phase2", "seed": instance.seed},
             setting=setting_of(params),
-            optimizer=params.optimizer,
+            optimizer=phase.optimizer or params.optimizer,
             group=group,
             folder=folder,
             keep={**models_to_keep(phase.keep_epochs, epochs=phase.epochs), **ends_of_cycles},

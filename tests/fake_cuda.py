@@ -207,6 +207,7 @@ def training_step(
     channels_last: bool = True,
     ema_decay: float | None = None,
     shards: int = 1,
+    optimizer: str = "sgd",
 ) -> dict[str, Any]:
     """What `train` asks of the device in an epoch of ResNet-9, by step, and what the host reads."""
     from swap_pipeline.config.params import Augment, Compute, Model, Optimizer
@@ -248,7 +249,7 @@ def training_step(
             TrainingData(
                 train=images, held_out=images, augment=Augment(padding=4, flip=True, cutout=8), num_classes=10
             ),
-            optimizer=Optimizer(),
+            optimizer=Optimizer(name=optimizer),
             compute=Compute(precision=precision, channels_last=channels_last),  # type: ignore[arg-type]
             group=Group(rank=0, world_size=1, device=GPU),
             keeping=Keeping(snapshots=Path(folder), reporter=Steps(name="", total=1, folder=None, is_main=False)),

@@ -244,7 +244,7 @@ def _edited_tensors(tensors: Tensors, chance: random.Random) -> tuple[str, Tenso
     elif what == "missing":
         del tensors[key]
     elif what == "extra":
-        tensors[chance.choice(("extra", "", "network.extra", "momentum.extra", "é", "x" * 2000))] = torch.ones(3)
+        tensors[chance.choice(("extra", "", "network.extra", "optimizer.extra", "é", "x" * 2000))] = torch.ones(3)
     elif what == "name":
         tensors[key + "x"] = tensors.pop(key)
     elif what == "empty":

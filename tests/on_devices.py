@@ -173,9 +173,9 @@ def not_finite(group: Any, *, step: int) -> Any:
     for parameter in layer.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     sgd.step(0.1, skip_if=torch.zeros((), device=group.device))
-    before = [t.clone() for t in (*layer.parameters(), *sgd.momentum().values())]
+    before = [t.clone() for t in (*layer.parameters(), *sgd.state().values())]
     sgd.step(0.1, skip_if=torch.ones((), device=group.device))
-    after = [*layer.parameters(), *sgd.momentum().values()]
+    after = [*layer.parameters(), *sgd.state().values()]
     untouched = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     return {"said": said, "distance": distance(network, plain), "untouched": untouched}
 

@@ -184,6 +184,13 @@ def test_several_shards_and_a_mean_of_weights_read_no_more(found: Any) -> None:
         assert found[f"train {how}"]["reads_within_steps"] == 0
 
 
+def test_an_optimizer_by_name_reads_once_a_step_whether_to_take_it() -> None:
+    """In a process of its own: what timm imports and fake tensors do not go together for long."""
+    guard = "training/optimizers/named.py: elif not skip_if.item():"
+    reads = call(training_step, precision="bf16", width=8, batch_size=64, steps=4, optimizer="timm:lars")["reads"]
+    assert (set(reads), reads[guard]) == (READS_OF_TRAINING | {guard}, 4)
+
+
 @pytest.mark.parametrize("how", TRAINED)
 def test_in_a_step_nothing_is_copied_between_host_and_device(found: Any, how: str) -> None:
     """All of an epoch's random choices go there at once, at its beginning; a snapshot comes back at its end."""

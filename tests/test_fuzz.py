@@ -214,7 +214,7 @@ def sgd_of(net: nn.Module) -> Sgd:
 def snapshot(seed: int, epochs: int, width: int = 2) -> tuple[Tensors, dict[str, Any]]:
     net = little(seed, width)
     tensors = {f"network.{key}": tensor for key, tensor in net.state_dict().items()}
-    tensors |= {f"momentum.{key}": torch.rand_like(p.detach()) for key, p in net.named_parameters()}
+    tensors |= {f"optimizer.{key}": torch.rand_like(p.detach()) for key, p in net.named_parameters()}
     rows = [
         {
             "epoch": epoch,
@@ -229,7 +229,14 @@ def snapshot(seed: int, epochs: int, width: int = 2) -> tuple[Tensors, dict[str,
         }
         for epoch in range(1, epochs + 1)
     ]
-    return tensors, {"run": ["phase1", 5], "curve": rows, "precision": "fp32", "scaler": {}, "hardware": "cpu"}
+    return tensors, {
+        "run": ["phase1", 5],
+        "curve": rows,
+        "precision": "fp32",
+        "scaler": {},
+        "optimizer": {},
+        "hardware": "cpu",
+    }
 
 
 @pytest.mark.long
@@ -255,7 +262,7 @@ def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
         sgd = sgd_of(net)
         state = State(network=net, sgd=sgd, shards=Shards(net, run.shards, ALONE), mean=None, group=ALONE)
         curve, _ = resume(run, state, tmp_path, num_images=1000, deterministic=True) or ([], None)
-        parts = {"network": net.state_dict(), "momentum": sgd.momentum()}
+        parts = {"network": net.state_dict(), "optimizer": sgd.state()}
         found = {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
         said = capsys.readouterr().out
         if "starting afresh" in said:  # trained in another precision

@@ -21,7 +21,7 @@ from PIL import Image
 from ruamel.yaml import YAML
 
 from swap_pipeline.cli.plan import facts
-from swap_pipeline.cli.plan.facts import data_facts, devices_here, network_facts, planned_devices
+from swap_pipeline.cli.plan.facts import data_facts, devices_here, network_facts, optimizer_bytes, planned_devices
 from swap_pipeline.cli.plan.forecast import plan_params
 from swap_pipeline.cli.plan.plan import DataFacts, Devices, NetworkFacts, Plan, RunPlan, make_plan
 from swap_pipeline.cli.plan.text import text_of
@@ -99,7 +99,8 @@ def plan_of(
 ) -> Plan:
     """The paper's CIFAR-10 experiment with some values changed."""
     params = params_with({**PAPER_CIFAR10, **values})
-    return make_plan(params, data=data, network=network, devices=devices or planned_devices(params, gpus))
+    devices, state = devices or planned_devices(params, gpus), optimizer_bytes(params.optimizer, network)
+    return make_plan(params, data=data, network=network, devices=devices, optimizer_bytes=state)
 
 
 def at(images_per_second: float, size: tuple[int, int] = (32, 32)) -> Throughput:

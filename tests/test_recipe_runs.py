@@ -101,6 +101,7 @@ CASES: dict[str, tuple[int, Callable[[int, pytest.MonkeyPatch], None], dict[str,
     "fashion-mini": (960, fashion_mini, {**NARROW, "data.train_images": 960}),
     "fashion-mnist": (960, fashion_mnist, NARROW),
     "cifar10": (2 * 4096 + 8, cifar10, NARROW),
+    "cifar10-lars": (2 * 4096, cifar10, {**NARROW, "phase1.batch_size": 4096}),
     "cifar100": (2 * 2048, cifar100, NARROW),
     "dawnbench": (2 * 2048 + 4, cifar10, NARROW),
     "cifar10-cpu": (

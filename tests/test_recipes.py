@@ -27,6 +27,7 @@ from swap_pipeline.report.provenance import read_sections
 NAMES = (
     "cifar10",
     "cifar10-cpu",
+    "cifar10-lars",
     "cifar100",
     "dawnbench",
     "fashion-mini",
@@ -368,6 +369,7 @@ def test_no_method_of_a_small_recipe_drops_images(name: str) -> None:
 NUM_IMAGES = {
     "cifar10": 50_000,
     "cifar10-cpu": 10_000,
+    "cifar10-lars": 50_000,
     "cifar100": 50_000,
     "dawnbench": 50_000,
     "fashion-mini": 9_000,
@@ -613,7 +615,7 @@ def test_outside_of_git_anything_but_a_recipe_is_an_edit(plain: Path) -> None:
         ("CIFAR100", "did you mean cifar100"),
         ("recipes/imagenet.yaml", "did you mean imagenet or tiny-imagenet-cpu?"),
         ("fashion-minst", "did you mean fashion-mnist or fashion-mini?"),
-        ("zzz", "known: cifar10, cifar10-cpu, cifar100, dawnbench, fashion-mini, fashion-mnist, im"),
+        ("zzz", "known: cifar10, cifar10-cpu, cifar10-lars, cifar100, dawnbench, fashion-mini, fashion-mnist, im"),
         ("../params", "known: cifar10"),
         ("", "known: cifar10"),
     ],

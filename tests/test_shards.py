@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,17 +111,24 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, torch.
     return {processes: load_file(folder / str(processes) / "end.safetensors") for processes in (1, 2, 4)}
 
 
-def by_hand(num_shards: int, *, epochs: int = 2) -> nn.Module:
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
+def by_hand(
+    num_shards: int, *, epochs: int = 2, optimizer: Callable[[Any], torch.optim.Optimizer] = nesterov
+) -> nn.Module:
     """Every shard goes forward through a copy of the network, as on a device of its own; plain torch does the rest."""
     # In the memory layout that the loop has, since dropout draws its mask in the order of memory.
     data, oracle = random_images(), small_network(batch_norm=True, dropout=0.3).to(memory_format=torch.channels_last)
-    sgd = torch.optim.SGD(oracle.parameters(), lr=1.0, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    sgd = optimizer(oracle.parameters())
     size = 12 // num_shards
     for epoch in range(epochs):
         order = draw_epoch(seed=5, epoch=epoch, num_images=40, image_size=(8, 8)).order
         for step in range(3):
             rates = [[0.0, 1 / 30, 2 / 30], [0.1, 0.1 * 2 / 3, 0.1 / 3]]
-            sgd.param_groups[0]["lr"] = rates[epoch][step]
+            for group in sgd.param_groups:
+                group["lr"] = rates[epoch][step]
             copies = []
             for shard in range(num_shards):
                 own = copy.deepcopy(oracle).train()

@@ -236,7 +236,7 @@ def test_without_torch_s_private_functions_steps_and_copies_have_the_same_bytes(
             sgd.step(0.1, skip_if=torch.tensor(skip))
         copies = [torch.zeros(2, 3), torch.zeros(2)]
         shards.copy_all([parameter.detach() for parameter in layer.parameters()], to=copies)
-        return [*(p.detach() for p in layer.parameters()), *sgd.momentum().values(), *copies]
+        return [*(p.detach() for p in layer.parameters()), *sgd.state().values(), *copies]
 
     usual = moved()
     monkeypatch.setattr("swap_pipeline.training.sgd._FUSED_STEP", None)

@@ -70,11 +70,15 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """SGD, the same in both phases."""
+    """How gradients move the weights; a phase may have an `optimizer` section of its own."""
 
-    momentum: float = knob("momentum", default=0.9, minimum=0, maximum=1)
-    nesterov: bool = knob("Nesterov's variant of momentum", default=True)
-    weight_decay: float = knob("L2 penalty, added to the gradient", default=5e-4, minimum=0)
+    name: str = knob("sgd, torch:<class> or timm:<name> (docs/optimizers.md)", default="sgd")
+    options: dict[str, Any] | None = knob("further arguments of an optimizer of torch or timm", default=None)
+    momentum: float = knob("momentum of sgd; others take it as an option", default=0.9, minimum=0, maximum=1)
+    nesterov: bool = knob("Nesterov's variant of momentum; sgd only", default=True)
+    weight_decay: float = knob(
+        "with sgd, an L2 penalty that is added to the gradient; others have rules of their own", default=5e-4, minimum=0
+    )
     decay_norms: bool = knob("weight decay also on the scales and shifts of norm layers", default=True)
     decay_biases: bool = knob("weight decay also on the biases of other layers", default=True)
     clip_norm: float | None = knob(
@@ -131,6 +135,11 @@ class Schedule:
     )
     min_scale: FloatByEpoch | None = knob(
         "images read from files: a random crop of at least this share of the area", default=None, above=0, maximum=1
+    )
+    optimizer: Optimizer | None = knob(
+        "entries that differ from the top-level `optimizer` in this phase; another name leaves out its momentum, "
+        "nesterov and options",
+        default=None,
     )
     ema_decay: float | None = knob(
         "keep an exponential moving average of the weights with this decay per step (e.g. 0.99); it is the result",
@@ -249,3 +258,8 @@ class Params:
     phase2: Phase2
     workers: Workers
     phase3: Phase3
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, Optimizer]:
+        """Phase 1's and phase 2's."""
+        return self.phase1.optimizer or self.optimizer, self.phase2.optimizer or self.optimizer

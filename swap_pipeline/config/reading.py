@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.config.params import Knots, Params, Phase2, Schedule
+from swap_pipeline.config.params import Knots, Optimizer, Params, Phase2, Schedule
 from swap_pipeline.config.parsing import parse_as, read_tree
 from swap_pipeline.config.schedules import end_of_warmup, learning_rate_of, num_fork_tests
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, did_you_mean, shown
 
 
 def read_params(path: Path = Path("params.yaml")) -> Params:
@@ -21,6 +23,7 @@ def parse_params(tree: Any, *, file: str = "params.yaml") -> Params:
     """Check a nested dict, as read from `file`, and convert it to `Params`."""
     params = parse_as(Params, tree, file=file)
     try:
+        params = _with_optimizers(params, tree)
         _check_together(params)
     except SwapError as error:
         raise SwapError(f"{file}: {error}") from None
@@ -39,8 +42,6 @@ def _check_together(params: Params) -> None:
         meant = 100 * params.phase1.stop_accuracy
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but is in percent: write {meant:g}")
     _check_exit(params)
-    if params.optimizer.nesterov and params.optimizer.momentum == 0:
-        raise SwapError("optimizer.nesterov is true but optimizer.momentum is 0: set a momentum or nesterov: false")
     if params.phase3.select == "greedy" and not params.data.validation_images:
         raise SwapError(
             "phase3.select is greedy, which chooses by validation images, but data.validation_images is 0: raise it, "
@@ -54,6 +55,54 @@ def _check_together(params: Params) -> None:
             f"workers.seeds lists {', '.join(map(str, twice))} more than once: "
             f"equal seeds give equal models, so list each one once"
         )
+
+
+_ONLY_SGD = ("momentum", "nesterov")
+
+
+def _with_optimizers(params: Params, tree: Mapping[str, Any]) -> Params:
+    """The params with a whole optimizer in each phase whose section changes it."""
+    _check_optimizer("optimizer", params.optimizer, tree.get("optimizer", {}))
+
+    def whole(name: str, phase: Schedule) -> Optimizer | None:
+        if phase.optimizer is None:
+            return None
+        given = tree[name]["optimizer"]
+        has_own_name = "name" in given and phase.optimizer.name != params.optimizer.name
+        taken = vars(params.optimizer).keys() - given.keys() - {*((*_ONLY_SGD, "options") if has_own_name else ())}
+        optimizer = replace(phase.optimizer, **{entry: getattr(params.optimizer, entry) for entry in taken})
+        _check_optimizer(f"{name}.optimizer", optimizer, given)
+        optimizer = replace(optimizer, options=optimizer.options or None)
+        return None if optimizer == params.optimizer else optimizer
+
+    phase1, phase2 = whole("phase1", params.phase1), whole("phase2", params.phase2)
+    return replace(
+        params,
+        phase1=replace(params.phase1, optimizer=phase1),
+        phase2=replace(params.phase2, optimizer=phase2),
+    )
+
+
+def _check_optimizer(key: str, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+    """`given` are the entries of its own section."""
+    name = optimizer.name
+    library, _, short = name.partition(":")
+    if name != "sgd" and (library not in ("torch", "timm") or not short):
+        ways = {"sgd": "sgd", "torch": "torch:<class>", "timm": "timm:<name>"}
+        otherwise = f": choose one of {', '.join(ways.values())}"
+        raise SwapError(f"{key}.name is {shown(name)}{did_you_mean(library, ways, otherwise=otherwise)}")
+    if name == "sgd":
+        if optimizer.options:
+            raise SwapError(f"{key}.options is set, but sgd has none: remove it, or set {key}.name")
+        if optimizer.nesterov and optimizer.momentum == 0:
+            raise SwapError(f"{key}.nesterov is true but {key}.momentum is 0: set a momentum or nesterov: false")
+        return
+    for entry in _ONLY_SGD:
+        if entry in given:
+            raise SwapError(
+                f"{key}.{entry} is for sgd and has no effect on {name}: remove it; {name} takes all but weight decay "
+                f"from {key}.options"
+            )
 
 
 def _check_exit(params: Params) -> None:
@@ -81,6 +130,11 @@ def _check_exit(params: Params) -> None:
                 "raise phase1.qsr_alpha, or let the rate fall"
             )
     if phase1.stop == "fork":
+        if params.optimizers[0] != params.optimizers[1]:
+            raise SwapError(
+                "phase1.stop is fork, whose trials of phase 2 use phase 1's optimizer, but phase 2 has another one: "
+                "choose another rule, or the same optimizer for both"
+            )
         of_phase2 = {"fork_batch_size": phase2.batch_size, "fork_lr": phase2.peak_lr}
         for key, value in of_phase2.items():
             if getattr(phase1, key) is None:

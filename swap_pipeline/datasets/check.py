@@ -2,7 +2,7 @@
 
 DVC puts values of `params.yaml` into paths before any code of this project runs: it deletes what `workers.seeds` names
 as an output, and reads all of `data.root` and of earlier outputs. So all of this is checked here first, without torch
-and in well under a second.
+and in well under a second, unless an optimizer of torch or timm has to be looked up.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import stat
 from pathlib import Path
 
+from swap_pipeline.config.optimizers import check_optimizers
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.errors import SwapError, shown
@@ -26,6 +27,7 @@ def check(file: Path = Path("params.yaml")) -> Params:
     params = read_params(file)
     try:
         _check_root(params.data.root)
+        check_optimizers(params)
     except SwapError as error:
         raise SwapError(f"{file}: {error}") from None
     for special in filter(None, map(_special_file, map(Path, OUTS))):

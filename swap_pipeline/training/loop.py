@@ -32,10 +32,11 @@ from swap_pipeline.training.keeping import Keeper, Keeping
 from swap_pipeline.training.leaving.forks import Forks
 from swap_pipeline.training.leaving.rules import Exit, exit_now, lacks_test
 from swap_pipeline.training.moving_mean import MovingMean
+from swap_pipeline.training.optimizers.named import new_optimizer
 from swap_pipeline.training.parallel import wrapped
 from swap_pipeline.training.resuming import Begun, State, resume
 from swap_pipeline.training.run import Epoch, Record, Run, TrainingData
-from swap_pipeline.training.sgd import FiniteGuard, Sgd
+from swap_pipeline.training.sgd import FiniteGuard
 from swap_pipeline.training.shards import Shards
 
 _Batch = tuple[torch.Tensor, torch.Tensor]
@@ -170,7 +171,7 @@ class _Learner:
         self._label_smoothing = optimizer.label_smoothing
         self._scaler = Scaler(compute.precision, group.device)
         self._in_precision = autocast(self._scaler.precision, group.device)
-        self._sgd = Sgd(network, optimizer, self._scaler)
+        self._sgd = new_optimizer(network, optimizer, self._scaler)
         self._shards = Shards(network, run.shards, group)
         self._noise = NoiseMeter(network, self._scaler, num_shards=run.shards, world_size=group.world_size)
         self._mean = None if run.ema_decay is None else MovingMean(network, run.ema_decay)

@@ -17,6 +17,7 @@ from swap_pipeline.engine.distributed import Group
 from swap_pipeline.errors import SwapError, printable, shown
 from swap_pipeline.training.leaving.rules import ForkTest, first_end
 from swap_pipeline.training.moving_mean import MovingMean
+from swap_pipeline.training.optimizers.named import Named
 from swap_pipeline.training.run import Epoch, Run
 from swap_pipeline.training.sgd import Sgd
 from swap_pipeline.training.shards import Shards
@@ -48,15 +49,17 @@ class State:
     """What changes while a run trains, on this rank."""
 
     network: nn.Module
-    sgd: Sgd
+    sgd: Sgd | Named
     shards: Shards
     mean: MovingMean | None
     group: Group
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of a snapshot at the end of an epoch, when all ranks and shards have the same."""
+        return self._networks() | {f"optimizer.{key}": tensor for key, tensor in self.sgd.state().items()}
+
+    def _networks(self) -> dict[str, torch.Tensor]:
         tensors = {f"network.{key}": tensor for key, tensor in self.network.state_dict().items()}
-        tensors |= {f"momentum.{key}": tensor for key, tensor in self.sgd.momentum().items()}
         if self.mean is not None:
             tensors |= {f"mean.{key}": tensor for key, tensor in self.mean.network.state_dict().items()}
         return tensors
@@ -71,9 +74,12 @@ class State:
         sums = {"sums.epoch": begun.sums, "sums.squares": begun.squares}
         return {**sums, **{f"mean_ranks.{key}": tensor for key, tensor in buffers.items()}}
 
-    def layout(self, *, within_epoch: bool) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Types and shapes of a snapshot's tensors."""
-        expected = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.tensors().items()}
+    def layout(
+        self, optimizer: Mapping[str, Any], *, within_epoch: bool
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Types and shapes of a snapshot's tensors, with the state that its `optimizer` must have."""
+        tensors = {f"optimizer.{key}": each for key, each in optimizer.items() if isinstance(each, torch.Tensor)}
+        expected = {key: (t.dtype, tuple(t.shape)) for key, t in {**self._networks(), **tensors}.items()}
         if within_epoch:
             own = self._own_of_rank(Begun.new(self.group))
             expected |= {f"shards.{key}": spec for key, spec in self.shards.layout().items()}
@@ -86,7 +92,7 @@ class State:
             part, _, name = key.partition(".")
             parts.setdefault(part, {})[name] = tensor
         self.network.load_state_dict(parts["network"])
-        self.sgd.set_momentum(parts.get("momentum", {}))
+        self.sgd.set_state(parts.get("optimizer", {}), info["optimizer"])
         self.sgd.scaler.set_state(info["scaler"])
         self.shards.start_from_network()
         if "shards" in parts:
@@ -106,6 +112,7 @@ def keep(run: Run, writer: SnapshotWriter, state: State, curve: list[Epoch], beg
         "curve": [asdict(row) for row in curve],
         "precision": state.sgd.scaler.precision,
         "scaler": state.sgd.scaler.state(),
+        "optimizer": state.sgd.numbers(),
         "hardware": state.group.hardware(),
     }
     if state.mean is not None:
@@ -121,7 +128,15 @@ def _misfit(
     run: Run, state: State, num_images: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]
 ) -> str:
     """Why a snapshot cannot be this run's; empty if it can."""
-    expected = state.layout(within_epoch="begun" in info)
+    numbers = info.get("optimizer")
+    if not isinstance(numbers, dict):
+        return "it does not say how far its optimizer was"
+    own = [key.removeprefix("optimizer.") for key in tensors if key.startswith("optimizer.")]
+    optimizer = state.sgd.layout([*own, *numbers])
+    types = {key: type(value) for key, value in optimizer.items() if not isinstance(value, torch.Tensor)}
+    if {key: type(value) for key, value in numbers.items()} != types:
+        return "the numbers of its optimizer have another form"
+    expected = state.layout(optimizer, within_epoch="begun" in info)
     for key in sorted(expected.keys() ^ tensors.keys()):
         return f"{'it lacks' if key in expected else 'it has'} a tensor {shown(key)}"
     for key, tensor in tensors.items():

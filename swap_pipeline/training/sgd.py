@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Sgd:
         self._named = dict(network.named_parameters())
         self.scaler, self._clip_norm = scaler, optimizer.clip_norm
         self._settings: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
-        spared = _spared_from_decay(network, norms=not optimizer.decay_norms, biases=not optimizer.decay_biases)
+        spared = spared_from_decay(network, optimizer)
         # Laid out like the parameters: the fused step walks both side by side. Left to torch, it would take them from
         # uninitialised memory if it is called off the first time.
         with_momentum = self._named.items() if optimizer.momentum else ()
@@ -91,12 +92,19 @@ class Sgd:
             sgd.state[self._named[name]]["momentum_buffer"] = buffer
         return sgd
 
-    def momentum(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, torch.Tensor]:
+        """The momentum itself, by parameter."""
         return dict(self._momentum)
 
-    def set_momentum(self, buffers: dict[str, torch.Tensor]) -> None:
-        for name, buffer in buffers.items():
+    def numbers(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        for name, buffer in tensors.items():
             self._momentum[name].copy_(buffer)
+
+    def layout(self, saved: Collection[str] | None = None) -> dict[str, Any]:
+        return self.state()
 
 
 class _Alike:
@@ -130,8 +138,9 @@ class _Alike:
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def _spared_from_decay(network: nn.Module, *, norms: bool, biases: bool) -> set[str]:
+def spared_from_decay(network: nn.Module, optimizer: Optimizer) -> set[str]:
     """Names of the parameters without weight decay: those of norm layers, and biases of all others."""
+    norms, biases = not optimizer.decay_norms, not optimizer.decay_biases
     spared = set()
     for prefix, module in network.named_modules():
         is_norm = isinstance(module, _NORMS)

@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from swap_pipeline.cli.plan.plan import DataFacts, Devices, NetworkFacts, Size
-from swap_pipeline.config.params import Data, Model, Params
+from swap_pipeline.config.params import Data, Model, Optimizer, Params
 from swap_pipeline.datasets.image_folders import Tree, scan
 from swap_pipeline.datasets.parts import num_trained_on
 from swap_pipeline.datasets.prepare import FACTS, TEST_FOLDERS, unknown
+from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import share_of_phase1, share_of_worker, this_machine
 from swap_pipeline.launch.jobs import Machine
@@ -26,6 +27,7 @@ from swap_pipeline.models.networks import describe_network, new_network
 from swap_pipeline.runtime import environment
 from swap_pipeline.runtime.environment import find_root
 from swap_pipeline.storage.image_files import shape_of
+from swap_pipeline.training.optimizers.named import new_optimizer
 
 # Batch norm needs more than one value for each channel, also where the image has shrunk to a single pixel.
 _IMAGES = 2
@@ -126,6 +128,14 @@ def network_facts(model: Model, *, channels: int, num_classes: int, sizes: Seque
         ),
         flops=flops,
     )
+
+
+def optimizer_bytes(optimizer: Optimizer, network: NetworkFacts) -> int:
+    """Of its state: as much for each byte of gradient as it has for a layer."""
+    layer = nn.Linear(512, 512, bias=False)
+    state = new_optimizer(layer, optimizer, Scaler("fp32", torch.device("cpu"))).layout()
+    num_bytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return network.gradient_bytes * num_bytes // layer.weight.nbytes
 
 
 def count_flops(network: nn.Module, shape: tuple[int, int, int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from swap_pipeline.cli.plan.facts import data_facts, devices_here, network_facts, planned_devices
+from swap_pipeline.cli.plan.facts import data_facts, devices_here, network_facts, optimizer_bytes, planned_devices
 from swap_pipeline.cli.plan.plan import Devices, Plan, image_sizes, make_plan
 from swap_pipeline.cli.plan.throughput import kept_rate, measure_throughput
 from swap_pipeline.cli.plan.times import Forecast, Throughput, expected_times
@@ -42,7 +42,8 @@ def plan_params(params: Params, devices: Devices) -> Plan:
     network = network_facts(
         params.model, channels=data.channels, num_classes=data.num_classes, sizes=image_sizes(params, data)
     )
-    return make_plan(params, data=data, network=network, devices=devices)
+    state = max(optimizer_bytes(each, network) for each in params.optimizers)
+    return make_plan(params, data=data, network=network, devices=devices, optimizer_bytes=state)
 
 
 def _throughput(params: Params, plan: Plan, images_per_second: float | None) -> Throughput:
@@ -63,6 +64,6 @@ def _throughput(params: Params, plan: Plan, images_per_second: float | None) -> 
         num_classes=plan.data.num_classes,
         image_size=first.image_size,
         batch_size=first.batch_per_shard,
-        optimizer=params.optimizer,
+        optimizer=params.optimizers[0],
         compute=params.compute,
     )

@@ -62,7 +62,7 @@ class NetworkFacts:
     name: str
     num_parameters: int
     gradient_bytes: int
-    """of the trainable parameters; momentum takes as much"""
+    """of the trainable parameters"""
     state_bytes: int
     """parameters and buffers: what a checkpoint holds"""
     num_batch_norms: int
@@ -153,7 +153,7 @@ class Plan:
     """phase 1 is planned for all of its epochs, but ends when its training accuracy passes τ"""
     phase3: StatisticsPlan
     memory_bytes: int
-    """a device's weights, with their mean if there is one, gradients and momentum, without activations"""
+    """a device's weights, with their mean if there is one, gradients and the optimizer's state, without activations"""
     checkpoint_bytes: int
     num_checkpoints: int
     num_kept: int
@@ -177,7 +177,9 @@ def image_sizes(params: Params, data: DataFacts) -> tuple[Size, ...]:
     return tuple(dict.fromkeys(sizes))
 
 
-def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices: Devices) -> Plan:
+def make_plan(
+    params: Params, *, data: DataFacts, network: NetworkFacts, devices: Devices, optimizer_bytes: int
+) -> Plan:
     """Plan all phases; what cannot work is a `SwapError`."""
     phase1 = _plan_run(
         "phase1", params.phase1, epochs=params.phase1.max_epochs, share=devices.phase1, data=data, network=network
@@ -203,7 +205,6 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         network=network,
         devices=devices,
     )
-    momentum_bytes = network.gradient_bytes if params.optimizer.momentum else 0
     mean_bytes = network.state_bytes if params.phase1.ema_decay or params.phase2.ema_decay else 0
     return Plan(
         data=data,
@@ -224,11 +225,11 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         rounds=math.ceil(num_workers / slots),
         may_end_early=params.phase1.may_end_early,
         phase3=phase3,
-        memory_bytes=network.state_bytes + network.gradient_bytes + momentum_bytes + mean_bytes,
+        memory_bytes=network.state_bytes + network.gradient_bytes + optimizer_bytes + mean_bytes,
         checkpoint_bytes=network.state_bytes,
         num_checkpoints=1 + phase3.num_models + 1,
         num_kept=_num_kept(params),
-        snapshot_bytes=network.state_bytes + momentum_bytes + mean_bytes,
+        snapshot_bytes=network.state_bytes + optimizer_bytes + mean_bytes,
         num_snapshots=min(params.phase1.max_epochs, num_kept_epochs()),
         notes=tuple(
             _notes(

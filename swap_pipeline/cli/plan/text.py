@@ -85,7 +85,7 @@ def _facts(plan: Plan) -> Iterator[str]:
             f"{_si(flops)} forward, about {PASSES} times that in training, for an image of {_pixels(size)} px"
             for size, flops in network.flops.items()
         ),
-        "memory": f"{_bytes(plan.memory_bytes)} on each device for weights, gradients and momentum in fp32; "
+        "memory": f"{_bytes(plan.memory_bytes)} on each device for weights, gradients and the optimizer's state; "
         f"activations are not counted",
         "disk": f"{_bytes(plan.checkpoint_bytes)} a checkpoint, {_bytes(plan.num_checkpoints * plan.checkpoint_bytes)} "
         f"for all {plan.num_checkpoints}{_kept(plan)}; "

@@ -20,12 +20,13 @@ from swap_pipeline.config.params import Compute, Model, Optimizer, Params
 from swap_pipeline.engine.distributed import Group
 from swap_pipeline.engine.loss import training_loss
 from swap_pipeline.engine.placement import set_up
-from swap_pipeline.engine.precision import autocast, resolve
+from swap_pipeline.engine.precision import Scaler, autocast, resolve
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import local_machine
 from swap_pipeline.models.networks import describe_network, new_network
 from swap_pipeline.runtime.job_folder import scratch_root
 from swap_pipeline.storage.files import read_json, write_json
+from swap_pipeline.training.optimizers.named import new_optimizer
 
 # The batch is doubled while a step stays below this, so that neither time nor memory gets out of hand.
 _STEP_SECONDS = 0.4
@@ -55,9 +56,7 @@ def measure_throughput(
     set_up(network, compute, Group(rank=0, world_size=1, device=device))
     network.train()
     layout = torch.channels_last if compute.channels_last else torch.contiguous_format
-    sgd = torch.optim.SGD(
-        network.parameters(), lr=1e-4, momentum=optimizer.momentum, nesterov=optimizer.nesterov, fused=True
-    )
+    stepper, finite = new_optimizer(network, optimizer, Scaler("fp32", device)), torch.zeros((), device=device)
 
     # On a CPU, what this process has computed counts, and not how long it waited for other programs.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
@@ -70,9 +69,9 @@ def measure_throughput(
             began = clock()
             with autocast(precision, device):
                 loss = training_loss(network(images), labels, label_smoothing=optimizer.label_smoothing)
-            sgd.zero_grad(set_to_none=True)
+            stepper.zero_grad()
             loss.backward()
-            sgd.step()
+            stepper.step(1e-4, skip_if=finite)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             return clock() - began
