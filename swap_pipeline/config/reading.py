@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.config.params import Knots, Params, Phase2, Schedule
+from swap_pipeline.config.params import Knots, Params, Phase1, Phase2, Schedule
 from swap_pipeline.config.parsing import parse_as, read_tree
 from swap_pipeline.errors import SwapError
 
@@ -36,6 +36,7 @@ def _check_together(params: Params) -> None:
     if 0 < params.phase1.stop_accuracy <= 1:
         meant = 100 * params.phase1.stop_accuracy
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but is in percent: write {meant:g}")
+    _check_sync(params.phase1)
     _check_exit(params)
     if params.optimizer.nesterov and params.optimizer.momentum == 0:
         raise SwapError("optimizer.nesterov is true but optimizer.momentum is 0: set a momentum or nesterov: false")
@@ -51,6 +52,18 @@ def _check_together(params: Params) -> None:
         raise SwapError(
             f"workers.seeds lists {', '.join(map(str, twice))} more than once: "
             f"equal seeds give equal models, so list each one once"
+        )
+
+
+def _check_sync(phase1: Phase1) -> None:
+    given = phase1.sync_steps
+    if isinstance(given, tuple):
+        _check_knots("phase1.sync_steps", given, jumps=False)
+    most = given if isinstance(given, int) else max(steps for _, steps in given)
+    if most > 1 and phase1.shards == 1:
+        raise SwapError(
+            f"phase1.sync_steps is {most}, but phase1.shards is 1, which has no other shard to average with: raise "
+            f"phase1.shards, or remove sync_steps"
         )
 
 
