@@ -1,7 +1,7 @@
 """Local SGD on a CPU: two ranks over a slow link that exchange every 16 steps, against every step.
 
 The real stage, `python -m stages.phase1`, in a copy of this project; images a second of the last epoch, as its record
-says. Both ranks are in a network namespace of their own, whose loopback lets through 100 Mbit a second (tc's token
+says. Both ranks are in a network namespace of their own, whose loopback lets through 20 Mbit a second (tc's token
 bucket): a shared link, on which both directions count. A third measurement, with an exchange at every step over the
 loopback as it is, says how much of the time is the link's; it is in the note.
 """
@@ -20,7 +20,7 @@ from benchmarks.options import Options
 from benchmarks.results import Limit, Row, compared, left_out, number
 from swap_pipeline.storage.files import read_json
 
-_EVERY, _MBIT = 16, 100
+_EVERY, _MBIT = 16, 20
 # A packet of the loopback is larger than what tc lets through at once by default.
 _SHAPED = f"tc qdisc add dev lo root tbf rate {_MBIT}mbit burst 256kb latency 1s"
 _LIMIT = Limit(">", 1)
