@@ -24,6 +24,7 @@ FAMILIES = {
     "precision": "torch.compile and bf16 against the default",
     "image_folder": "loading images from their files",
     "phase1": "two ranks against one process",
+    "local_sgd": "two ranks over a slow link, an exchange every 16 steps against every step",
     "phase2": "two workers against two bare loops",
     "averaging": "time and memory, against reading and against timm, mergekit and load_file",
     "batchnorm": "the statistics pass against a forward pass",

@@ -41,6 +41,7 @@ def train_phase1(params: Params, folder: JobFolder) -> None:
                 section="phase1",
                 seed=derive_seed("phase1", params.seed),
                 epochs=phase.max_epochs,
+                sync_steps=phase.sync_steps,
                 leaving=phase,
                 chance=f"seed {params.seed}",
             ),

@@ -260,7 +260,8 @@ def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
         newer.write_bytes(mutant.content)
         net = little(4)
         sgd = sgd_of(net)
-        state = State(network=net, sgd=sgd, shards=Shards(net, run.shards, ALONE), mean=None, group=ALONE)
+        shards = Shards(dict(net.named_buffers()), run.shards, ALONE)
+        state = State(network=net, sgd=sgd, shards=shards, mean=None, group=ALONE)
         curve, _ = resume(run, state, tmp_path, num_images=1000, deterministic=True) or ([], None)
         parts = {"network": net.state_dict(), "optimizer": sgd.state()}
         found = {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}

@@ -459,6 +459,36 @@ def test_few_images_a_shard_are_noted_where_there_is_batch_norm() -> None:
     assert not any("a shard" in note for note in plan_of(few, network=without).notes)
 
 
+POST_LOCAL = {"phase1.sync_steps": [[0, 1], [20, 4], [100, 1000]]}
+
+
+def test_what_local_sgd_saves_is_counted_as_by_hand() -> None:
+    """50,000 images are 12 batches of 4,096: 12, 3 or 1 exchanges an epoch."""
+    plan = plan_of(POST_LOCAL)
+    gradient, both = 26_292_480, 2 * 26_292_480
+    assert [(part.first_epoch, part.last_epoch, part.steps, part.exchanges) for part in plan.local_epochs] == [
+        (20, 100, 12, 3),
+        (100, 150, 12, 1),
+    ]
+    assert [part.bytes_sent for part in plan.local_epochs] == [3 * both, both]
+    assert [part.bytes_without for part in plan.local_epochs] == [12 * gradient] * 2
+    assert (
+        "phase 1, epochs 20–100: 3 exchanges an epoch instead of 12, of 158 MB instead of 316 MB from each rank"
+        in plan.notes
+    )
+    plain = {**POST_LOCAL, "optimizer.momentum": 0, "optimizer.nesterov": False}
+    assert [part.bytes_sent for part in plan_of(plain).local_epochs] == [3 * gradient, gradient]
+
+
+def test_in_local_sgd_a_device_with_several_shards_has_weights_and_momentum_of_each() -> None:
+    gradient = 26_292_480
+    assert plan_of(POST_LOCAL, gpus=8).memory_bytes == plan_of({}, gpus=8).memory_bytes
+    assert plan_of(POST_LOCAL, gpus=2).memory_bytes == plan_of({}, gpus=2).memory_bytes + 4 * 2 * gradient
+    alone = plan_of(POST_LOCAL, gpus=1)
+    assert "phase 1 has one rank, so local SGD (phase1.sync_steps) has no exchanges to save" in alone.notes
+    assert not any("sync_steps" in note or "exchange" in note for note in plan_of({}, gpus=1).notes)
+
+
 def test_without_batch_norm_phase_3_only_averages() -> None:
     plan = plan_of({}, network=NetworkFacts(**{**vars(NETWORK), "num_batch_norms": 0}))
     assert (plan.phase3.batches, plan.phase3.samples, plan.phase3.flops) == (0, 0, 0)

@@ -196,7 +196,7 @@ def test_one_step_has_the_mean_gradient_of_its_shards(tmp_path: Path) -> None:
 def test_statistics_that_count_batches_themselves_are_kept_for_each_shard_too() -> None:
     """Batch norm without momentum averages over all batches so far, by a counter of its own."""
     layer = nn.BatchNorm1d(3, momentum=None)
-    shards, batches = Shards(layer, 2, ALONE), [torch.randn(2, 8, 3) for _ in range(2)]
+    shards, batches = Shards(dict(layer.named_buffers()), 2, ALONE), [torch.randn(2, 8, 3) for _ in range(2)]
     for step in (0, 1):
         for shard in shards.numbers:
             with shards.as_in(shard):

@@ -195,6 +195,12 @@ class Phase1(Leaving, Schedule):
     """Large batches, all devices, one model."""
 
     max_epochs: int = knob("the phase ends here at the latest; a learning rate that falls reaches 0 here", minimum=1)
+    sync_steps: IntByEpoch = knob(
+        "local SGD: each shard takes this many steps with its own gradient, then the shards' weights are averaged; 1: "
+        "every step takes the mean gradient",
+        default=1,
+        minimum=1,
+    )
     keep_epochs: EpochList = knob(
         "epochs whose models are kept besides the last, for the analysis; a list, or all", default=(), minimum=1
     )

@@ -41,6 +41,7 @@ def _check_together(params: Params) -> None:
     if 0 < params.phase1.stop_accuracy <= 1:
         meant = 100 * params.phase1.stop_accuracy
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but is in percent: write {meant:g}")
+    _check_sync(params)
     _check_exit(params)
     if params.phase3.select == "greedy" and not params.data.validation_images:
         raise SwapError(
@@ -103,6 +104,23 @@ def _check_optimizer(key: str, optimizer: Optimizer, given: Mapping[str, Any]) -
                 f"{key}.{entry} is for sgd and has no effect on {name}: remove it; {name} takes all but weight decay "
                 f"from {key}.options"
             )
+
+
+def _check_sync(params: Params) -> None:
+    given = params.phase1.sync_steps
+    if isinstance(given, tuple):
+        _check_knots("phase1.sync_steps", given, jumps=False)
+    most = given if isinstance(given, int) else max(steps for _, steps in given)
+    if most > 1 and params.phase1.shards == 1:
+        raise SwapError(
+            f"phase1.sync_steps is {most}, but phase1.shards is 1, which has no other shard to average with: raise "
+            f"phase1.shards, or remove sync_steps"
+        )
+    if most > 1 and (name := params.optimizers[0].name) != "sgd":
+        raise SwapError(
+            f"phase1.sync_steps is {most}, which averages the momentum of sgd, but phase 1's optimizer is {name}: "
+            f"remove sync_steps, or take sgd"
+        )
 
 
 def _check_exit(params: Params) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -89,3 +90,10 @@ class Scaler:
     def set_state(self, state: dict[str, Any]) -> None:
         if self.is_active:
             self._scaler.load_state_dict(state)
+
+    @contextlib.contextmanager
+    def replaced_by(self, other: Scaler) -> Iterator[None]:
+        """A block in which this one scales as the other does, and what it learns is learnt by the other."""
+        own, self._scaler = self._scaler, other._scaler
+        yield
+        self._scaler = own

@@ -16,7 +16,7 @@ from torch import nn
 
 from swap_pipeline.config.common_params import Setting
 from swap_pipeline.config.instances import worker as instance_of_worker
-from swap_pipeline.config.params import Compute, Leaving, Optimizer, Phase2, Precision, Schedule
+from swap_pipeline.config.params import Compute, IntByEpoch, Leaving, Optimizer, Phase2, Precision, Schedule
 from swap_pipeline.config.schedules import by_epoch, learning_rate_of
 from swap_pipeline.config.seeds import derive_seed
 from swap_pipeline.data.prepared import View
@@ -48,6 +48,7 @@ def make_run(
     epochs: int,
     cycles: int = 1,
     first_epoch: int = 0,
+    sync_steps: IntByEpoch = 1,
     leaving: Leaving = Leaving(),  # noqa: B008
     chance: str = "",
 ) -> Run:
@@ -60,6 +61,7 @@ def make_run(
         epochs=epochs,
         learning_rate=learning_rate_of(given, epochs=epochs, cycles=cycles, first_epoch=first_epoch),
         shards=given.shards,
+        sync_steps=by_epoch(sync_steps),
         ema_decay=given.ema_decay,
         view=_view_of(given, first_epoch),
         leaving=leaving,

@@ -66,7 +66,7 @@ class Keeper:
         """Whether the run is to end here, in the middle of an epoch."""
         self._keeping.reporter.step(epoch, step, num_steps)
         self._writer.is_busy()  # or it has failed, and training with it
-        return step + 1 < num_steps and self._stop.is_due()
+        return step + 1 < num_steps and self._run.is_in_sync(epoch, step, num_steps) and self._stop.is_due()
 
     def end_within_epoch(self, begun: Begun) -> NoReturn:
         keep(self._run, self._writer, self._state, self._curve, begun)

@@ -36,8 +36,8 @@ from swap_pipeline.training.optimizers.named import new_optimizer
 from swap_pipeline.training.parallel import wrapped
 from swap_pipeline.training.resuming import Begun, State, resume
 from swap_pipeline.training.run import Epoch, Record, Run, TrainingData
-from swap_pipeline.training.sgd import FiniteGuard
-from swap_pipeline.training.shards import Shards
+from swap_pipeline.training.sgd import FiniteGuard, Sgd
+from swap_pipeline.training.shards import LocalSteps, Shards
 
 _Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -172,7 +172,7 @@ class _Learner:
         self._scaler = Scaler(compute.precision, group.device)
         self._in_precision = autocast(self._scaler.precision, group.device)
         self._sgd = new_optimizer(network, optimizer, self._scaler)
-        self._shards = Shards(network, run.shards, group)
+        self._shards = Shards(dict(network.named_buffers()), run.shards, group)
         self._noise = NoiseMeter(network, self._scaler, num_shards=run.shards, world_size=group.world_size)
         self._mean = None if run.ema_decay is None else MovingMean(network, run.ema_decay)
         self.state = State(network=network, sgd=self._sgd, shards=self._shards, mean=self._mean, group=group)
@@ -201,9 +201,13 @@ class _Learner:
             remedy=self._run.if_too_large,
         )
         with too_much:
+            local = self._local_steps(steps)
             batches = steps.batches(self._shards.numbers, first=begun.step)
             for step in range(begun.step, steps.count):
-                self._step(steps, step, batches, tally, begun.squares)
+                if local is None:
+                    self._step(steps, step, batches, tally, begun.squares)
+                else:
+                    self._local_step(steps, step, batches, tally, local)
                 if after_step(steps.epoch, step, steps.count):
                     self._guard.check()
                     self._group.finish_queued_work()
@@ -230,11 +234,12 @@ class _Learner:
         rate = steps.learning_rate(step)  # η ← LR(t)
         self._sgd.zero_grad()
         *others, last = self._shards.numbers
+        here = len(self._shards.numbers)
         with self._noise.listening(step, steps.count):
             for shard in others:  # g of this rank's shards; the ranks exchange theirs with the last one
                 with self._forward.without_exchange():
-                    self._add_gradient(steps.epoch, step, shard, next(batches), tally)
-            self._add_gradient(steps.epoch, step, last, next(batches), tally)
+                    self._add_gradient(steps.epoch, step, shard, next(batches), tally, mean_over=here)
+            self._add_gradient(steps.epoch, step, last, next(batches), tally, mean_over=here)
         gradients = self._sgd.gradients()
         is_bad = self._guard.look(steps.epoch, step, gradients)
         self._noise.add(gradients, squares, unless=is_bad)
@@ -243,7 +248,30 @@ class _Learner:
             self._shards.mean_here()
             self._mean.update()
 
-    def _add_gradient(self, epoch: int, step: int, shard: int, batch: _Batch, tally: Tally) -> None:
+    def _local_steps(self, steps: _Steps) -> LocalSteps | None:
+        every, shards = min(self._run.sync_steps(steps.epoch), steps.count), self._run.shards
+        if every == 1:
+            return None
+        assert isinstance(self._sgd, Sgd)
+        return LocalSteps(self._network, self._sgd, shards, every=every, group=self._group)
+
+    def _local_step(self, steps: _Steps, step: int, batches: Iterator[_Batch], tally: Tally, local: LocalSteps) -> None:
+        """The same where each shard moves weights of its own, until all of them take their mean."""
+        rate = steps.learning_rate(step)
+        for shard in self._shards.numbers:
+            with local.as_in(shard), self._forward.without_exchange():
+                self._sgd.zero_grad()
+                self._add_gradient(steps.epoch, step, shard, next(batches), tally, mean_over=1)
+                is_bad = local.flag(step, shard)
+                self._guard.mark(is_bad, self._sgd.gradients())
+                self._sgd.step(rate, skip_if=is_bad)
+        if self._run.is_in_sync(steps.epoch, step, steps.count):
+            num_steps = local.exchange(steps.epoch, step, self._guard)
+            if self._mean is not None:
+                self._shards.mean_here()
+                self._mean.update(num_steps)
+
+    def _add_gradient(self, epoch: int, step: int, shard: int, batch: _Batch, tally: Tally, *, mean_over: int) -> None:
         """Forward and backward pass of one shard; its share of the mean gradient is added to what is there."""
         images, labels = batch
         # For dropout and the like: a function of the step, never of how often the process was started.
@@ -251,6 +279,5 @@ class _Learner:
         with self._shards.as_in(shard), self._in_precision:
             logits = self._forward.logits(images)
             loss = training_loss(logits, labels, label_smoothing=self._label_smoothing)
-        here = len(self._shards.numbers)
-        self._scaler.scale(loss / here if here > 1 else loss).backward()
+        self._scaler.scale(loss / mean_over if mean_over > 1 else loss).backward()
         tally.add(loss, logits, labels)

@@ -22,7 +22,7 @@ class MovingMean:
 
         self.network = copy.deepcopy(network).requires_grad_(False)
         self.steps = 0
-        self._average = get_ema_multi_avg_fn(decay)
+        self._decay, self._averaging = decay, get_ema_multi_avg_fn
         pairs = [
             *zip(self.network.parameters(), network.parameters(), strict=True),
             *zip(self.network.buffers(), network.buffers(), strict=True),
@@ -31,12 +31,13 @@ class MovingMean:
         self._counters = [(own, followed) for own, followed in pairs if not own.is_floating_point()]
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, steps: int = 1) -> None:
+        """Follow the weights, so many steps after the last time."""
         own, followed = [list(tensors) for tensors in zip(*self._real, strict=True)]
         if self.steps == 0:
             copy_all(followed, to=own)
         else:
-            self._average(own, followed, self.steps)
+            self._averaging(self._decay**steps)(own, followed, self.steps)
         self.steps += 1
 
     @torch.no_grad()

@@ -171,8 +171,9 @@ def _is_beginning(value: Any, run: Run, epoch: int, num_images: int) -> bool:
     """Whether this says of a step of that epoch, but not of its last one, that it was the last to be taken."""
     if not isinstance(value, dict) or value.keys() != {"step", "seconds"} or epoch >= run.epochs:
         return False
-    steps = steps_per_epoch(num_images, run.batch_size(epoch))
-    return type(value["step"]) is int and 0 < value["step"] < steps and type(value["seconds"]) is float
+    step, steps = value["step"], steps_per_epoch(num_images, run.batch_size(epoch))
+    is_step = type(step) is int and 0 < step < steps and run.is_in_sync(epoch, step - 1, steps)
+    return is_step and type(value["seconds"]) is float
 
 
 def _other_setting(state: State, info: Mapping[str, Any], *, deterministic: bool) -> str:

@@ -35,6 +35,8 @@ class Run:
     """of the fractional epoch at which a step begins: LR₁ or LR₂"""
     shards: int = 1
     """equal parts of a batch, each normalised on its own"""
+    sync_steps: Callable[[float], int] = lambda epoch: 1
+    """local SGD: each shard takes so many steps of its own between two averages of their weights, by epoch"""
     ema_decay: float | None = None
     """the result is an exponential mean of the weights"""
     view: Callable[[float], View | None] = as_prepared
@@ -58,6 +60,10 @@ class Run:
         if self.is_fork:
             return f"lower {self.section}.fork_lr"
         return f"lower {self.section}.peak_lr (or lr_knots; or lengthen the warm-up)"
+
+    def is_in_sync(self, epoch: int, step: int, num_steps: int) -> bool:
+        """Whether all shards have the same weights after this step of an epoch."""
+        return step + 1 == num_steps or (step + 1) % self.sync_steps(epoch) == 0
 
 
 @dataclass(frozen=True, kw_only=True)

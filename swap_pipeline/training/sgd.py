@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -165,7 +166,8 @@ class FiniteGuard:
     def __init__(self, run: Run, device: torch.device, *, precision: Precision, tolerance: int) -> None:
         self._run, self._precision = run, precision
         self._tolerance = tolerance
-        self._on_end = 0
+        self._on_end: Counter[int] = Counter()
+        """bad steps in a row, of each shard that takes its own"""
         # Of each step since the last look 1.0 if its gradients were not finite; they stay on the device until then.
         self._flags = torch.zeros(1 if device.type == "cpu" else 50, device=device)
         self._steps: list[tuple[int, int]] = []
@@ -174,15 +176,19 @@ class FiniteGuard:
     def look(self, epoch: int, step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Remember whether the gradients of a step are finite; returns 1.0 where they are not."""
         flag = self._flags[len(self._steps)]
+        self.mark(flag, gradients)
+        self._steps.append((epoch, step))
+        if len(self._steps) == len(self._flags):
+            self.check()
+        return flag
+
+    def mark(self, flag: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+        """Set the flag to 1.0 if these gradients are not finite."""
         if _CHECK is not None:
             _CHECK(gradients, flag, self._one)
         else:  # with what torch documents, in several times the time
             largest = nn.utils.get_total_norm(gradients, math.inf)
             flag.copy_((largest - largest).ne(0))  # Inf less itself is NaN
-        self._steps.append((epoch, step))
-        if len(self._steps) == len(self._flags):
-            self.check()
-        return flag
 
     def check(self) -> None:
         steps, self._steps = self._steps, []
@@ -190,9 +196,18 @@ class FiniteGuard:
         if any(flags):
             self._flags = torch.zeros_like(self._flags)  # the old ones may not have been heeded yet
         for (epoch, step), is_bad in zip(steps, flags, strict=False):
-            self._on_end = self._on_end + 1 if is_bad else 0
-            if self._on_end > self._tolerance:
-                raise self._error(f"loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; the step was")
+            self._count(epoch, step, is_bad)
+
+    def check_shards(self, epoch: int, first_step: int, flags: torch.Tensor) -> None:
+        """The same for steps that each shard took alone: `flags` has a row for each step, with those of all shards."""
+        for step, of_shards in enumerate(flags.tolist(), start=first_step):
+            for shard, is_bad in enumerate(of_shards):
+                self._count(epoch, step, is_bad, shard)
+
+    def _count(self, epoch: int, step: int, is_bad: float, shard: int = 0) -> None:
+        self._on_end[shard] = self._on_end[shard] + 1 if is_bad else 0
+        if self._on_end[shard] > self._tolerance:
+            raise self._error(f"loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; the step was")
 
     def check_loss(self, epoch: int, loss_sum: float) -> None:
         """An epoch's loss is finite even where gradients overflowed, unless the network itself is lost."""

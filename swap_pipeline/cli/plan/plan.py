@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swap_pipeline.averaging.selection import num_passes
+from swap_pipeline.cli.plan.exchanges import LocalEpochs, local_epochs, notes_on
 from swap_pipeline.cli.plan.forks import ForksPlan, plan_forks
 from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
 from swap_pipeline.config.params import Leaving, Params, Schedule
@@ -153,7 +154,8 @@ class Plan:
     """phase 1 is planned for all of its epochs, but ends when its training accuracy passes τ"""
     phase3: StatisticsPlan
     memory_bytes: int
-    """a device's weights, with their mean if there is one, gradients and the optimizer's state, without activations"""
+    """a device's weights, with their mean if there is one, gradients and the optimizer's state, without activations; in
+    local SGD also weights and momentum of its shards, if it has several"""
     checkpoint_bytes: int
     num_checkpoints: int
     num_kept: int
@@ -161,6 +163,7 @@ class Plan:
     snapshot_bytes: int
     num_snapshots: int
     """of phase 1's course, which stay for other ways of leaving it"""
+    local_epochs: tuple[LocalEpochs, ...]
     notes: tuple[str, ...]
 
     @property
@@ -206,6 +209,9 @@ def make_plan(
         devices=devices,
     )
     mean_bytes = network.state_bytes if params.phase1.ema_decay or params.phase2.ema_decay else 0
+    local = tuple(local_epochs(params.phase1, data.num_train, network.gradient_bytes, optimizer_bytes))
+    learners = params.phase1.shards // phase1.processes if local else 1
+    own_bytes = learners * (network.gradient_bytes + optimizer_bytes) if learners > 1 else 0
     return Plan(
         data=data,
         network=network,
@@ -225,21 +231,16 @@ def make_plan(
         rounds=math.ceil(num_workers / slots),
         may_end_early=params.phase1.may_end_early,
         phase3=phase3,
-        memory_bytes=network.state_bytes + network.gradient_bytes + optimizer_bytes + mean_bytes,
+        memory_bytes=network.state_bytes + network.gradient_bytes + optimizer_bytes + mean_bytes + own_bytes,
         checkpoint_bytes=network.state_bytes,
         num_checkpoints=1 + phase3.num_models + 1,
         num_kept=_num_kept(params),
         snapshot_bytes=network.state_bytes + optimizer_bytes + mean_bytes,
         num_snapshots=min(params.phase1.max_epochs, num_kept_epochs()),
-        notes=tuple(
-            _notes(
-                (phase1, worker),
-                network=network,
-                devices=devices,
-                num_workers=num_workers,
-                slots=slots,
-                leaving=params.phase1,
-            )
+        local_epochs=local,
+        notes=(
+            *_notes((phase1, worker), network, devices, num_workers=num_workers, slots=slots, leaving=params.phase1),
+            *notes_on(local, processes=phase1.processes),
         ),
     )
 
@@ -363,9 +364,9 @@ def _plan_statistics(
 
 def _notes(
     runs: tuple[RunPlan, ...],
-    *,
     network: NetworkFacts,
     devices: Devices,
+    *,
     num_workers: int,
     slots: int,
     leaving: Leaving,
