@@ -34,6 +34,12 @@ def decode(path: Path, channels: int) -> Image.Image:
 
 def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
     """The bytes of a file and the image in them; without `channels`, grey files stay grey and all others are RGB."""
+    data = read_bytes(path)
+    return data, image_in(data, path, channels)
+
+
+def read_bytes(path: Path) -> bytes:
+    """All of an image file."""
     try:
         data = read_plain(path)
     except FileNotFoundError:
@@ -42,9 +48,14 @@ def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
         raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
     if not data:
         raise SwapError(f"{path} cannot be read as an image: the file is empty")
+    return data
+
+
+def image_in(data: bytes, path: Path, channels: int | None) -> Image.Image:
+    """The image in the bytes of a file, as `read_image` has it."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return data, _converted(image, channels)
+            return _converted(image, channels)
     except UnidentifiedImageError:
         raise SwapError(f"{path} cannot be read as an image: its format is none of {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's readers raise nearly anything on a damaged file
