@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from swap_pipeline.config.copies import copy_for
 from swap_pipeline.config.params import Knots, Params, Phase2, Schedule
 from swap_pipeline.config.parsing import parse_as, read_tree
+from swap_pipeline.config.schedules import by_epoch
 from swap_pipeline.errors import SwapError
 
 
@@ -37,6 +39,7 @@ def _check_together(params: Params) -> None:
         meant = 100 * params.phase1.stop_accuracy
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but is in percent: write {meant:g}")
     _check_exit(params)
+    _check_copies(params)
     if params.optimizer.nesterov and params.optimizer.momentum == 0:
         raise SwapError("optimizer.nesterov is true but optimizer.momentum is 0: set a momentum or nesterov: false")
     if params.phase3.select == "greedy" and not params.data.validation_images:
@@ -72,6 +75,26 @@ def _check_exit(params: Params) -> None:
             if getattr(phase1, key) is None:
                 example = f", {value}" if isinstance(value, int | float) else ""
                 raise SwapError(f"phase1.stop is fork, but phase1.{key} is missing: set it to phase 2's{example}")
+
+
+def _check_copies(params: Params) -> None:
+    copies = params.data.copies
+    if not copies:
+        return
+    if list(copies) != sorted(set(copies)):
+        raise SwapError(f"data.copies is {list(copies)}: list each size once, in rising order")
+    given = [phase.image_size for phase in (params.phase1, params.phase2) if phase.image_size is not None]
+    if not given:
+        raise SwapError(
+            "data.copies is for images that are read from their files: set phase1.image_size and phase2.image_size, or "
+            "remove data.copies"
+        )
+    smallest = min(size for sizes in given for size in by_epoch(sizes).values)
+    if copy_for(smallest, copies) is None:
+        raise SwapError(
+            f"data.copies is {list(copies)}, but no epoch would read them: images of {smallest} pixels are read from "
+            f"copies of at least {-(-smallest * 5 // 4)}; add larger ones, or remove data.copies"
+        )
 
 
 _BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")

@@ -14,7 +14,7 @@ import multiprocessing.queues
 import os
 import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,14 +26,17 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional
 
+from swap_pipeline.config.copies import copy_for
 from swap_pipeline.config.seeds import derive_seed
-from swap_pipeline.data.decoding import decode, image_of, pixels_of
+from swap_pipeline.data.copies import Copies
+from swap_pipeline.data.decoding import decode, image_of, pixels_in, pixels_of
 from swap_pipeline.data.epochs import EpochChoices
 from swap_pipeline.data.images import Images
 from swap_pipeline.data.prepared import Meta, View, open_split, pixel_scale, read_labels
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.environment import num_loaders
 from swap_pipeline.runtime.rank import die_with_parent
+from swap_pipeline.storage.image_files import size_of_copy
 from swap_pipeline.storage.tensor_files import TensorFile
 
 # A test image's shorter side is brought to this multiple of the size that is cut from its middle (256 for 224).
@@ -114,7 +117,7 @@ def rectangle(height: int, width: int, size: int) -> tuple[int, int]:
 class _Reader(Dataset[Any]):
     """Decodes and crops; lives in the loader processes."""
 
-    def __init__(self, root: Path, meta: Meta, index: TensorFile) -> None:
+    def __init__(self, root: Path, meta: Meta, index: TensorFile, copies: Mapping[int, Copies]) -> None:
         self._root = root
         self._channels = meta.channels
         self._index = index.path
@@ -125,6 +128,7 @@ class _Reader(Dataset[Any]):
         rising = one_each and self._ends[0] > 0 and bool((self._ends[1:] > self._ends[:-1]).all())
         if not rising or self._paths.shape != (self._ends[-1],) or min(self.heights.min(), self.widths.min()) < 1:
             raise SwapError(f"{index.path} does not say where each image is: delete it and run `dvc repro`")
+        self._copies = copies
 
     def path(self, index: int) -> Path:
         """Where an image is: always below the data set's folder."""
@@ -145,9 +149,15 @@ class _Reader(Dataset[Any]):
 
     def _read(self, cut: Cut) -> torch.Tensor:
         """Height × width × channels."""
-        path = self.path(cut.index)
-        pixels = decode(path, self._channels)
-        if pixels.shape[:2] != (self.heights[cut.index], self.widths[cut.index]):
+        side = copy_for(min(cut.size), [*self._copies])
+        shape: tuple[int, int] = (int(self.heights[cut.index]), int(self.widths[cut.index]))
+        if side is None:
+            path = self.path(cut.index)
+            pixels = decode(path, self._channels)
+        else:
+            data, path = self._copies[side].read(cut.index)
+            pixels, shape = pixels_in(data, path, self._channels), size_of_copy(*shape, side)
+        if pixels.shape[:2] != shape:
             raise SwapError(f"{path} has changed since it was prepared: run `dvc repro`")
         if cut.seed is None:
             return pixels_of(middle(image_of(pixels), cut.size))
@@ -168,12 +178,22 @@ class FileImages:
     """A split of a data set whose images are in files under `root`."""
 
     def __init__(
-        self, folder: Path, split: str, meta: Meta, *, root: Path, test_crop: str, device: torch.device
+        self,
+        folder: Path,
+        split: str,
+        meta: Meta,
+        *,
+        root: Path,
+        test_crop: str,
+        device: torch.device,
+        copies: Path | None = None,
     ) -> None:
+        """`copies` is where copies made smaller are, if not in `folder`."""
         index = open_split(folder, split, meta, _INDEX)
         if not root.is_dir():
             raise SwapError(f"params.yaml: data.root is {str(root)!r}, which is no folder: name that of the images")
-        reader = _Reader(root, meta, index)
+        place = copies or folder / "copies"
+        reader = _Reader(root, meta, index, {side: Copies(place, split, side, index) for side in meta.copies})
         self._heights, self._widths = reader.heights, reader.widths
         self._channels = meta.channels
         self._device = device

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL import __version__ as PIL_VERSION
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.storage.files import open_plain, read_plain
@@ -19,6 +20,11 @@ from swap_pipeline.storage.files import open_plain, read_plain
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # Our own one-line error is enough for a file that cannot be read; Pillow's warnings do not help.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+# Of copies: bicubic, as in the ImageNet code that the paper builds on, and JPEG as measured in docs/data.md.
+_QUALITY = 90
+_SUBSAMPLING = "4:2:0"
+COPIED_BY = f"Pillow {PIL_VERSION}, bicubic, JPEG {_QUALITY} {_SUBSAMPLING}"
+"""what the bytes of a copy depend on, besides its image and its size"""
 _GREY = ("1", "L", "LA", "I")  # and all that begin with I;16
 
 
@@ -71,6 +77,21 @@ def shape_of(path: Path) -> tuple[int, int, int]:
     except Exception:  # as above; reading all of it reports what is wrong
         _, whole = read_image(path, None)
         return len(whole.getbands()), whole.height, whole.width
+
+
+def size_of_copy(height: int, width: int, side: int) -> tuple[int, int]:
+    """Height and width of a copy: its shorter side has `side` pixels, unless the image has fewer."""
+    short = min(height, width)
+    return (height, width) if short <= side else (round(height * side / short), round(width * side / short))
+
+
+def copy_of(image: Image.Image, side: int) -> bytes:
+    """The bytes of an image's copy, a JPEG."""
+    height, width = size_of_copy(image.height, image.width, side)
+    made = io.BytesIO()
+    copy = image.resize((width, height), Image.Resampling.BICUBIC)  # the same pixels, if it has this size already
+    copy.save(made, "JPEG", quality=_QUALITY, subsampling=_SUBSAMPLING)
+    return made.getvalue()
 
 
 def _is_grey(image: Image.Image) -> bool:
