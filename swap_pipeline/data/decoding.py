@@ -11,9 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torchvision.io import decode_jpeg
 
 from swap_pipeline.storage.image_files import image_in, read_bytes
+
+try:
+    from torchvision.io import decode_jpeg
+except ImportError:  # torchvision has announced that it will remove it; the pixels stay the same
+    decode_jpeg = None
 
 _JPEG = b"\xff\xd8\xff"
 
@@ -25,7 +29,7 @@ def decode(path: Path, channels: int) -> torch.Tensor:
 
 def pixels_in(data: bytes | bytearray, path: Path, channels: int) -> torch.Tensor:
     """The image in the bytes of a file."""
-    if data.startswith(_JPEG):
+    if decode_jpeg is not None and data.startswith(_JPEG):
         try:
             pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0)
         except RuntimeError:
