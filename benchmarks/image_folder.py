@@ -7,8 +7,8 @@ there are cores. Everything has been read before, so files come from the page ca
   `prepare`, so an epoch decodes nothing; the seconds of `prepare` stand in the note. And the same files left where they
   are (`data.max_gb_in_memory: 0`), so that both decode in every epoch.
 - JPEGs of 256 pixels, generated, left in their files: what takes the time is decoding and resizing a random crop.
-- Images of 500 × 375 pixels, like ImageNet's (`--photos`, or generated), from their files and from copies that `prepare`
-  made smaller; making them is not in the figure.
+- Images of 500 × 375 pixels, like ImageNet's (`--photos`, or generated), from their files and from smaller copies;
+  making these is not in the figure.
 
 Learned: one uint8 batch from each loader process, normalised and flipped as a whole, instead of float images that are
 handled one by one and stacked, gave 1.22 at 256 pixels and 1.11 at 32. What was left was Pillow's resizing, which takes
@@ -17,10 +17,10 @@ channels come last in 90 µs. Then at 256 pixels it was 1.36, at 32 still 1.11: 
 image, and what takes the time is Python. Where a crop lies is now worked out without torch's scalars, and the whole
 takes 225 µs, half of it in Pillow's Python that opens a file.
 
-Decoders, on 150 photographs of 500 × 375 pixels and their copies of 160 (CPU time, one core, medians of 7 turns): Pillow
-takes 1.25 and 1.73 times as long as torchvision.io, 1.34 and 1.96 times as long as simplejpeg, and all three give the same
-pixels. torchvision is there anyway; simplejpeg would be a dependency more for a tenth. libjpeg-turbo's faster transform
-would save another tenth at most, and its pixels differ by up to 100 of 255.
+Decoders, on 150 photographs of 500 × 375 pixels and their copies of 160 (CPU time, one core, medians of 7 turns):
+Pillow takes 1.25 and 1.73 times as long as torchvision.io, 1.34 and 1.96 times as long as simplejpeg, and all three give
+the same pixels. torchvision is there anyway; simplejpeg would be one more dependency for a tenth. libjpeg-turbo's faster
+transform would save another tenth at most, and its pixels differ by up to 100 of 255.
 """
 
 from __future__ import annotations
