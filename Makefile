@@ -50,6 +50,7 @@ chaos: $(STAMP) ## kills, full disks and damage at random moments; most of an ho
 
 # BENCH="--only averaging" measures a part. BENCH="--cifar <path>" adds the rows about CIFAR-10's images: a folder with
 # train/<class>/*.jpg and test/<class>/*.jpg, or a tar of one (.tar, .tar.gz, .tar.xz), which is unpacked temporarily.
+# BENCH="--photos <path>" takes photographs, laid out alike, for the rows about images of 500 × 375 pixels.
 bench: $(BENCH_STAMP) ## speed against a bare loop and other libraries; needs an idle machine
 	@$(RUN) python -m benchmarks $(BENCH)
 

@@ -5,6 +5,7 @@ Measures, prints the table and keeps it in benchmarks/results.json.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import shutil
 import sys
@@ -66,6 +67,12 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
     "out without it.",
 )
 @click.option(
+    "--photos",
+    type=click.Path(exists=True, path_type=Path),
+    help="Photographs like ImageNet's, 500 × 375 pixels, in a folder or a tar like CIFAR-10's; without it, such images "
+    "are generated.",
+)
+@click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=ROOT / ".swap" / "bench",
@@ -79,14 +86,24 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
 )
 @click.option("--show", is_flag=True, help="Print the table of the rows that are kept, and measure nothing.")
 def main(
-    names: tuple[str, ...], rounds: int, quick: bool, cifar: Path | None, folder: Path, path: Path | None, show: bool
+    names: tuple[str, ...],
+    rounds: int,
+    quick: bool,
+    cifar: Path | None,
+    photos: Path | None,
+    folder: Path,
+    path: Path | None,
+    show: bool,
 ) -> None:
     if path is None:
         path = folder / "results.json" if quick else results.RESULTS
     if not show:
         if not names:
             path.unlink(missing_ok=True)  # the rows of one run, and none of those before
-        failed = measure(names or tuple(FAMILIES), rounds=rounds, quick=quick, cifar=cifar, folder=folder, path=path)
+        given = Options(
+            rounds=rounds, quick=quick, scratch=folder.resolve(), cores=num_cores(), cifar=cifar, photos=photos
+        )
+        failed = measure(names or tuple(FAMILIES), given, path=path)
     if not path.exists():
         raise click.ClickException(f"there is no {path}: measure first")
     click.echo(results.table(results.read(path)))
@@ -94,19 +111,17 @@ def main(
         raise click.ClickException(f"could not be measured: {', '.join(failed)}")
 
 
-def measure(
-    names: tuple[str, ...], *, rounds: int, quick: bool, cifar: Path | None, folder: Path, path: Path
-) -> list[str]:
+def measure(names: tuple[str, ...], given: Options, *, path: Path) -> list[str]:
     """Measure these families one after the other; returns those that failed."""
-    failed = []
-    facts = {**about(), "rounds": rounds, "quick": quick}
+    failed, folder = [], given.scratch
+    facts = {**about(), "rounds": given.rounds, "quick": given.quick}
     for number, name in enumerate(names, start=1):
         began = time.monotonic()
         print(f"[{number}/{len(names)}] {name}: {FAMILIES[name]}", file=sys.stderr, flush=True)
-        scratch = folder.resolve() / name
+        scratch = folder / name
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        options = Options(rounds=rounds, quick=quick, scratch=scratch, cores=num_cores(), cifar=cifar)
+        options = dataclasses.replace(given, scratch=scratch)
         try:
             for row in importlib.import_module(f"benchmarks.{name}").measure(options):
                 results.keep(path, facts, [row], order=list(FAMILIES))

@@ -19,6 +19,8 @@ class Options:
     cores: int
     cifar: Path | None = None
     """a folder with train/<class>/*.jpg and test/<class>/*.jpg of CIFAR-10, or a tar of one"""
+    photos: Path | None = None
+    """the same with photographs of 500 × 375 pixels or thereabouts"""
 
     def sized(self, full: int, quick: int) -> int:
         return quick if self.quick else full

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from conftest import ROOT
 from mutations import (
     COUNT,
@@ -42,8 +43,10 @@ from torch import nn
 from swap_pipeline.averaging.mean import average_files
 from swap_pipeline.cli.predict import predict
 from swap_pipeline.cli.recipes import list_recipes, recipe_of_params, use_recipe
+from swap_pipeline.config.copies import file_of_copies
 from swap_pipeline.config.params import Optimizer, Params
 from swap_pipeline.config.reading import parse_params, read_params
+from swap_pipeline.data.copies import Copies
 from swap_pipeline.data.images import read_images
 from swap_pipeline.data.loader import FileImages
 from swap_pipeline.data.prepared import Meta, read_meta
@@ -53,7 +56,7 @@ from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
 from swap_pipeline.models.networks import ResNet9, load_model
 from swap_pipeline.storage.image_files import FORMATS, decode, read_image, shape_of
-from swap_pipeline.storage.tensor_files import digest_of, read_tensors
+from swap_pipeline.storage.tensor_files import TensorFile, digest_of, read_tensors
 from swap_pipeline.storage.weights import load_weights
 from swap_pipeline.training.resuming import State, resume
 from swap_pipeline.training.run import Run
@@ -368,6 +371,55 @@ def test_of_prepared_data_the_images_are_those_that_were_prepared_or_refused(tmp
     tally = fuzz(f"prepared {kind}", draw, answer, count=count)
 
     assert tally.refused > count / 2 and tally.accepted > count / 50
+
+
+# --- copies of images
+
+
+def test_of_copies_the_bytes_are_those_that_were_written_or_refused(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    copies = [chance.randbytes(length) for length in (90, 40, 70, 1)]
+    files = [b"".join(copies[:2]), b"".join(copies[2:])]
+    places = torch.tensor([[0, 0, 90], [0, 90, 40], [1, 0, 70], [1, 70, 1]])
+
+    def index_of(copies: list[bytes]) -> TensorsAndInfo:
+        digests = b"".join(map(xxhash.xxh3_64_digest, copies))
+        tensors = {
+            "labels": torch.tensor([0, 1, 1, 0]),
+            "copies_16": places,
+            "copy_digests_16": torch.frombuffer(bytearray(digests), dtype=torch.uint8).view(4, 8),
+        }
+        return TensorsAndInfo(tensors, {"split": "train"})
+
+    index, foreign = index_of(copies), index_of(copies[::-1])
+    path = tmp_path / "train.safetensors"
+
+    def draw(chance: random.Random) -> Mutant:
+        if chance.random() < 0.5:
+            return mutant_of_tensors(index, foreign, chance)
+        what, content = hurt(files[0], files[1], chance)
+        return index.mutant(f"copies: {what}", content)
+
+    def answer(mutant: Mutant) -> str | None:
+        hurt_copies = mutant.what.startswith("copies")
+        path.write_bytes(index.content if hurt_copies else mutant.content)
+        for number, content in enumerate(files):
+            place = file_of_copies(tmp_path, "train", 16, number)
+            place.write_bytes(mutant.content if hurt_copies and number == 0 else content)
+        with naming(tmp_path):
+            file = TensorFile(path)
+            if "labels" not in file.layout or not file.layout["labels"].shape:
+                raise SwapError(f"{path}: that is checked by those who open it")
+            reader = Copies(tmp_path, "train", 16, file)
+            found = [reader.read(position)[0] for position in range(file.layout["labels"].shape[0])]
+        named = [
+            files[number][start : start + length] for number, start, length in mutant.tensors["copies_16"].tolist()
+        ]
+        return None if found == named else "other bytes than those that were written"
+
+    tally = fuzz("copies", draw, answer, count=COUNT // 2)
+
+    assert tally.refused > COUNT / 4 and tally.accepted > COUNT / 100
 
 
 # --- image files

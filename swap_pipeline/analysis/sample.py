@@ -6,7 +6,7 @@ same, its batches are made once and stay on the device, as far as there is room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
@@ -56,21 +56,30 @@ def open_sample(
     if indices is not None:
         folder = scratch / "sample"
         if group.is_main:
-            _write_index(folder / f"{split}.safetensors", index, indices)
+            _write_index(folder / f"{split}.safetensors", index, indices, meta.copies)
         group.wait()
     root = find_root(setting.root)
-    files = FileImages(folder, split, meta, root=root, test_crop=setting.augment.test_crop, device=group.device)
+    files = FileImages(
+        folder,
+        split,
+        meta,
+        root=root,
+        test_crop=setting.augment.test_crop,
+        device=group.device,
+        copies=PREPARED / "copies",
+    )
     files.start()
     return files
 
 
-def _write_index(path: Path, index: TensorFile, indices: torch.Tensor) -> None:
+def _write_index(path: Path, index: TensorFile, indices: torch.Tensor, copies: Sequence[int]) -> None:
     """An index of image files with only some of its entries."""
     ends = index.read("path_ends").to(torch.int64)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     paths = index.read("paths")
     names = [paths[starts[i] : ends[i]] for i in indices.tolist()]
-    tensors = {key: index.read(key)[indices].clone() for key in ("labels", "heights", "widths")}
+    of_copies = [key for side in copies for key in (f"copies_{side}", f"copy_digests_{side}")]
+    tensors = {key: index.read(key)[indices].clone() for key in ("labels", "heights", "widths", *of_copies)}
     tensors["paths"] = torch.cat(names)
     tensors["path_ends"] = torch.tensor([len(name) for name in names]).cumsum(0)
     write_tensors(path, tensors, index.info)

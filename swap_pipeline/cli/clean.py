@@ -30,6 +30,7 @@ _JOB = re.compile(r"[0-9a-f]{20}")
 _SHARED = {
     "compiled": "code that was compiled",
     "downloads": "data sets that were downloaded",
+    "copies": "copies of images that are not complete",
     "compare": "logs of `swap compare`",
     LOGS: "what Slurm said of its jobs",
 }
@@ -113,7 +114,7 @@ def _shared_entry(path: Path, *, is_needed: bool) -> Entry:
 
 
 def _is_written_to(shared: Path) -> bool:
-    if shared.name == "compare":
+    if shared.name in ("compare", "copies"):
         return _is_running(shared)
     return shared.name == LOGS and any(_is_running(path) for path in job_folders(shared.parent))
 

@@ -310,7 +310,8 @@ def bytes_to_write(plan: Plan) -> int:
     facts = plan.data
     # Of images that stay in their files, a path, a label and a digest are written.
     image_bytes = 200 if facts.size is None else facts.channels * facts.size[0] * facts.size[1] + 8
-    return int(checkpoints + snapshots + _COPIES_OF_IMAGES * sum(facts.counts.values()) * image_bytes)
+    images = sum(facts.counts.values()) * image_bytes + facts.copies_bytes
+    return int(checkpoints + snapshots + _COPIES_OF_IMAGES * images)
 
 
 def _scratch(params: Params | None) -> Iterator[Finding]:

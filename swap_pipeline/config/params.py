@@ -38,6 +38,13 @@ class Data:
     max_gb_in_memory: float = knob(
         "larger data sets are read from their image files, batch by batch", default=2.0, minimum=0
     )
+    copies: tuple[int, ...] = knob(
+        "make smaller copies of the image files once, with this many pixels on the shorter side; an epoch reads the "
+        "smallest ones of at least 5/4 of its image_size (docs/data.md)",
+        default=(),
+        minimum=8,
+        maximum=1 << 12,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from typing import Any
 
 from swap_pipeline.config.params import Knots, Optimizer, Params, Phase2, Schedule
 from swap_pipeline.config.parsing import parse_as, read_tree
-from swap_pipeline.config.schedules import end_of_warmup, learning_rate_of, num_fork_tests
+from swap_pipeline.config.schedules import by_epoch, end_of_warmup, learning_rate_of, num_fork_tests
 from swap_pipeline.errors import SwapError, did_you_mean, shown
+from swap_pipeline.config.copies import copy_for
 
 
 def read_params(path: Path = Path("params.yaml")) -> Params:
@@ -43,6 +44,7 @@ def _check_together(params: Params) -> None:
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but is in percent: write {meant:g}")
     _check_sync(params)
     _check_exit(params)
+    _check_copies(params)
     if params.phase3.select == "greedy" and not params.data.validation_images:
         raise SwapError(
             "phase3.select is greedy, which chooses by validation images, but data.validation_images is 0: raise it, "
@@ -163,6 +165,26 @@ def _check_exit(params: Params) -> None:
                 f"phase1.stop is fork, which compares two tests, but there is time for {tests} between the warm-up and "
                 f"phase1.max_epochs ({phase1.max_epochs}): lower phase1.fork_every ({phase1.fork_every})"
             )
+
+
+def _check_copies(params: Params) -> None:
+    copies = params.data.copies
+    if not copies:
+        return
+    if list(copies) != sorted(set(copies)):
+        raise SwapError(f"data.copies is {list(copies)}: list each size once, in rising order")
+    given = [phase.image_size for phase in (params.phase1, params.phase2) if phase.image_size is not None]
+    if not given:
+        raise SwapError(
+            "data.copies is for images that are read from their files: set phase1.image_size and phase2.image_size, or "
+            "remove data.copies"
+        )
+    smallest = min(size for sizes in given for size in by_epoch(sizes).values)
+    if copy_for(smallest, copies) is None:
+        raise SwapError(
+            f"data.copies is {list(copies)}, but no epoch would read them: images of {smallest} pixels are read from "
+            f"copies of at least {-(-smallest * 5 // 4)}; add larger ones, or remove data.copies"
+        )
 
 
 _BY_EPOCH = ("lr_knots", "batch_size", "image_size", "min_scale")

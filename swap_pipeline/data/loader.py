@@ -14,27 +14,29 @@ import multiprocessing.queues
 import os
 import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2 import functional
 
+from swap_pipeline.config.copies import copy_for
 from swap_pipeline.config.seeds import derive_seed
+from swap_pipeline.data.copies import Copies
+from swap_pipeline.data.decoding import decode, image_of, pixels_in, pixels_of
 from swap_pipeline.data.epochs import EpochChoices
 from swap_pipeline.data.images import Images
 from swap_pipeline.data.prepared import Meta, View, open_split, pixel_scale, read_labels
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.environment import num_loaders
 from swap_pipeline.runtime.rank import die_with_parent
-from swap_pipeline.storage.image_files import decode
+from swap_pipeline.storage.image_files import size_of_copy
 from swap_pipeline.storage.tensor_files import TensorFile
 
 # A test image's shorter side is brought to this multiple of the size that is cut from its middle (256 for 224).
@@ -72,14 +74,14 @@ def middle(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return cropped
 
 
-def random_crop(image: Image.Image, size: tuple[int, int], *, min_scale: float, seed: int) -> torch.Tensor:
-    """A part of at least this share of the image, brought to `size`; height × width × channels.
+def random_crop(pixels: torch.Tensor, size: tuple[int, int], *, min_scale: float, seed: int) -> torch.Tensor:
+    """A part of at least this share of an image, brought to `size`; all height × width × channels.
 
     As torchvision's RandomResizedCrop does it, but torch brings it to its size, bilinear and antialiased, which takes a
     fifth of Pillow's time and gives the same to within one of its 255 steps.
     """
-    top, left, height, width = random_box(image.height, image.width, min_scale=min_scale, seed=seed)
-    part = _pixels(image.crop((left, top, left + width, top + height)))
+    top, left, height, width = random_box(*pixels.shape[:2], min_scale=min_scale, seed=seed)
+    part = pixels[top : top + height, left : left + width].contiguous()
     batch = part.permute(2, 0, 1)[None]  # in memory channels come last: the quick way
     return F.interpolate(batch, size, mode="bilinear", antialias=True)[0].permute(1, 2, 0)
 
@@ -101,11 +103,6 @@ def random_box(height: int, width: int, *, min_scale: float, seed: int) -> tuple
     return (height - rows) // 2, (width - columns) // 2, rows, columns
 
 
-def _pixels(image: Image.Image) -> torch.Tensor:
-    """Height × width × channels; a copy, since torch warns of what cannot be written to."""
-    return torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
-
-
 def rectangle(height: int, width: int, size: int) -> tuple[int, int]:
     """Height and width of a test crop in the shape of the image, with `size` as its shorter side.
 
@@ -120,7 +117,7 @@ def rectangle(height: int, width: int, size: int) -> tuple[int, int]:
 class _Reader(Dataset[Any]):
     """Decodes and crops; lives in the loader processes."""
 
-    def __init__(self, root: Path, meta: Meta, index: TensorFile) -> None:
+    def __init__(self, root: Path, meta: Meta, index: TensorFile, copies: Mapping[int, Copies]) -> None:
         self._root = root
         self._channels = meta.channels
         self._index = index.path
@@ -131,6 +128,7 @@ class _Reader(Dataset[Any]):
         rising = one_each and self._ends[0] > 0 and bool((self._ends[1:] > self._ends[:-1]).all())
         if not rising or self._paths.shape != (self._ends[-1],) or min(self.heights.min(), self.widths.min()) < 1:
             raise SwapError(f"{index.path} does not say where each image is: delete it and run `dvc repro`")
+        self._copies = copies
 
     def path(self, index: int) -> Path:
         """Where an image is: always below the data set's folder."""
@@ -151,13 +149,19 @@ class _Reader(Dataset[Any]):
 
     def _read(self, cut: Cut) -> torch.Tensor:
         """Height × width × channels."""
-        path = self.path(cut.index)
-        image = decode(path, self._channels)
-        if image.size != (self.widths[cut.index], self.heights[cut.index]):
+        side = copy_for(min(cut.size), [*self._copies])
+        shape: tuple[int, int] = (int(self.heights[cut.index]), int(self.widths[cut.index]))
+        if side is None:
+            path = self.path(cut.index)
+            pixels = decode(path, self._channels)
+        else:
+            data, path = self._copies[side].read(cut.index)
+            pixels, shape = pixels_in(data, path, self._channels), size_of_copy(*shape, side)
+        if pixels.shape[:2] != shape:
             raise SwapError(f"{path} has changed since it was prepared: run `dvc repro`")
         if cut.seed is None:
-            return _pixels(middle(image, cut.size))
-        return random_crop(image, cut.size, min_scale=cut.min_scale, seed=cut.seed)
+            return pixels_of(middle(image_of(pixels), cut.size))
+        return random_crop(pixels, cut.size, min_scale=cut.min_scale, seed=cut.seed)
 
 
 class _Plan:
@@ -174,12 +178,22 @@ class FileImages:
     """A split of a data set whose images are in files under `root`."""
 
     def __init__(
-        self, folder: Path, split: str, meta: Meta, *, root: Path, test_crop: str, device: torch.device
+        self,
+        folder: Path,
+        split: str,
+        meta: Meta,
+        *,
+        root: Path,
+        test_crop: str,
+        device: torch.device,
+        copies: Path | None = None,
     ) -> None:
+        """`copies` is where copies made smaller are, if not in `folder`."""
         index = open_split(folder, split, meta, _INDEX)
         if not root.is_dir():
             raise SwapError(f"params.yaml: data.root is {str(root)!r}, which is no folder: name that of the images")
-        reader = _Reader(root, meta, index)
+        place = copies or folder / "copies"
+        reader = _Reader(root, meta, index, {side: Copies(place, split, side, index) for side in meta.copies})
         self._heights, self._widths = reader.heights, reader.widths
         self._channels = meta.channels
         self._device = device

@@ -16,6 +16,7 @@ from swap_pipeline.storage.tensor_files import TensorFile, digest_of
 
 # Larger than any image that a network is trained on; what claims more is no image.
 _MAX_SIDE = 1 << 14
+_OPTIONAL = {"validation", "copies"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class Meta:
     std: tuple[float, ...]
     num_validation: int = 0
     """images that were held back from training; 0: there is no such split"""
+    copies: tuple[int, ...] = ()
+    """shorter sides, in rising order, to which there are copies of images that stay in files"""
     digest: str = ""
     """of all that the file says; the images of this data set carry it too"""
 
@@ -51,18 +54,24 @@ def read_meta(folder: Path) -> Meta:
         mean=tuple(tree["mean"]),
         std=tuple(tree["std"]),
         num_validation=tree.get("validation", 0),
+        copies=tuple(tree.get("copies", ())),
         digest=digest_of(tree),
     )
 
 
 def _why_no_meta(tree: Any) -> str:
     """What keeps a tree from being that of a `meta.json`; empty if nothing does."""
-    if not isinstance(tree, dict) or tree.keys() - {"validation"} != {"kind", "classes", "shape", "mean", "std"}:
+    if not isinstance(tree, dict) or tree.keys() - _OPTIONAL != {"kind", "classes", "shape", "mean", "std"}:
         return "it has other entries"
     if type(tree.get("validation", 1)) is not int or tree.get("validation", 1) < 1:
         return "validation is not a number of images"
     if tree["kind"] not in ("memory", "files"):
         return f"kind is {str(tree['kind'])[:40]!r}"
+    copies = tree.get("copies", [])
+    if not isinstance(copies, list) or not all(map(is_size, copies)) or copies != sorted(set(copies)):
+        return "copies is not a list of sizes in rising order"
+    if copies and tree["kind"] == "memory":
+        return "it has copies of images in memory"
     shape = tree["shape"]
     if not isinstance(shape, list) or len(shape) != 3:
         return "shape is not channels, height and width"

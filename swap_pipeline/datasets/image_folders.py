@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.runtime.environment import num_cores
+from swap_pipeline.runtime.progress import time_left
 from swap_pipeline.runtime.rank import die_with_parent
 from swap_pipeline.storage.image_files import read_image
 
@@ -361,14 +362,15 @@ def _submit(executor: ProcessPoolExecutor, function: Callable[..., Result], call
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar where there is a terminal; elsewhere a line now and then, if it takes long."""
-    done, next_time = 0, time.monotonic() + 10.0
+    began = time.monotonic()
+    done, next_time = 0, began + 10.0
     if not sys.stderr.isatty():
 
         def say(number: int) -> None:
             nonlocal done, next_time
             done += number
             if time.monotonic() >= next_time:
-                print(f"{what}: {done:,} of {total:,}", flush=True)
+                print(f"{what}: {done:,} of {total:,}{time_left(began, done, total)}", flush=True)
                 next_time = time.monotonic() + 10.0
 
         yield say

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +12,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from swap_pipeline.config.params import Data
 from swap_pipeline.datasets.arrays import FROM_ARRAYS
+from swap_pipeline.datasets.copies import make_copies, scratch_for_copies
 from swap_pipeline.datasets.image_folders import FolderSplit, Looks, joined, look_at, processes_for, scan
 from swap_pipeline.datasets.parts import Positions, parts_of
 from swap_pipeline.errors import SwapError, did_you_mean
 from swap_pipeline.runtime.environment import find_root
-from swap_pipeline.storage.files import write_json
+from swap_pipeline.storage.files import link_or_copy, write_json
 from swap_pipeline.storage.image_files import shape_of
 from swap_pipeline.storage.tensor_files import digest_of, write_tensors
 
@@ -60,17 +64,23 @@ class _Prepared:
     about: str
     """the end of the line that is shown"""
     notes: Sequence[str] = ()
+    copies: Sequence[int] = ()
+    """sides of the copies that `files` holds"""
+    files: Sequence[Path] = ()
 
 
 def prepare(data: Data, folder: Path) -> str:
     """Write the named data set to `folder`; returns a line about it, and one for each thing that people should know."""
-    if data.name in FROM_ARRAYS:
-        made = _from_arrays(data)
-    elif data.name in TEST_FOLDERS:
-        made = _from_folder(data)
-    else:
-        raise unknown(data.name)
-    _write(folder, made)
+    with scratch_for_copies() if data.copies else contextlib.nullcontext() as scratch:
+        if data.name in FROM_ARRAYS:
+            if data.copies:
+                raise no_copies(data)
+            made = _from_arrays(data)
+        elif data.name in TEST_FOLDERS:
+            made = _from_folder(data, scratch)
+        else:
+            raise unknown(data.name)
+        _write(folder, made)
     counts = {split: len(tensors["labels"]) for split, tensors in made.splits.items()}
     line = f"{data.name}: {in_words(counts)} images, {made.about}"
     return "\n".join([line, *made.notes])
@@ -80,6 +90,12 @@ def in_words(counts: Mapping[str, int]) -> str:
     """`9,000 training, 1,000 validation and 10,000 test`, of the images in each split."""
     *others, last = (f"{counts[split]:,} {name}" for split, name in _CALLED.items() if counts.get(split))
     return f"{', '.join(others)} and {last}"
+
+
+def no_copies(data: Data) -> SwapError:
+    """What is said of copies that nothing would read."""
+    remedy = "" if data.name in FROM_ARRAYS else ", or set data.max_gb_in_memory: 0 to read them from their files"
+    return SwapError(f"params.yaml: data.copies has no effect on images in memory: remove it{remedy}")
 
 
 def unknown(name: str) -> SwapError:
@@ -99,9 +115,16 @@ def _write(folder: Path, made: _Prepared) -> None:
     }
     if "validation" in made.splits:
         meta["validation"] = len(made.splits["validation"]["labels"])
+    if made.copies:
+        meta["copies"] = list(made.copies)
     for stale in ("meta.json", "validation.safetensors"):
         (folder / stale).unlink(missing_ok=True)
+    shutil.rmtree(folder / "copies", ignore_errors=True)
     try:
+        if made.files:
+            (folder / "copies").mkdir(parents=True)
+        for file in made.files:
+            link_or_copy(file, folder / "copies" / file.name)
         for split, tensors in made.splits.items():
             info = {"split": split, "meta": digest_of(meta)}
             info |= {"list": _list_hash(tensors)} if made.kind == "files" else {}
@@ -109,6 +132,7 @@ def _write(folder: Path, made: _Prepared) -> None:
     except BaseException:
         for split in made.splits:
             (folder / f"{split}.safetensors").unlink(missing_ok=True)
+        shutil.rmtree(folder / "copies", ignore_errors=True)
         raise
     write_json(folder / "meta.json", meta)
 
@@ -171,7 +195,7 @@ def _moments(counts: torch.Tensor) -> tuple[list[float], list[float]]:
 TEST_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
 
 
-def _from_folder(data: Data) -> _Prepared:
+def _from_folder(data: Data, scratch: Path | None) -> _Prepared:
     tree = scan(_hashed_root(data.root), test_names=TEST_FOLDERS[data.name])
     parts = parts_of(tree.train.labels, tree.classes, data)
     splits = {"train": tree.train.only(parts.train), "test": tree.test}
@@ -187,14 +211,32 @@ def _from_folder(data: Data) -> _Prepared:
         seen = {
             name: look_at(run, tree.root, split.paths, keep=keep, what=_CALLED[name]) for name, split in splits.items()
         }
-    looks = joined(list(seen.values()))
-    _refuse_unreadable(tree.root, looks)
-    channels = 1 if looks.grey.all() and not is_imagenet else 3
-    why_not = _why_not_in_memory(looks, channels, data.max_gb_in_memory)
+        looks = joined(list(seen.values()))
+        _refuse_unreadable(tree.root, looks)
+        channels = 1 if looks.grey.all() and not is_imagenet else 3
+        why_not = _why_not_in_memory(looks, channels, data.max_gb_in_memory)
+        copies: dict[str, dict[str, NDArray[Any]]] = {}
+        files: list[Path] = []
+        if scratch is not None:
+            if not why_not:
+                raise no_copies(data)
+            copies, files = make_copies(
+                run,
+                tree.root,
+                splits,
+                seen,
+                sides=data.copies,
+                channels=channels,
+                scratch=scratch,
+                called=_CALLED,
+            )
     if why_not:
-        tensors = {name: _index(split, seen[name]) for name, split in splits.items()}
+        tensors = {name: _index(split, seen[name], copies.get(name, {})) for name, split in splits.items()}
         shape: tuple[int, int | None, int | None] = (channels, None, None)
         about = f"{'grey' if channels == 1 else 'in colour'}, {len(tree.classes):,} classes, left in files: {why_not}"
+        if files:
+            sides, num_bytes = " and ".join(map(str, data.copies)), sum(file.stat().st_size for file in files)
+            about += f"; copies of {sides} pixels: {num_bytes / 1e9:.3g} GB"
     else:
         tensors = {name: _tensors(split, seen[name], channels) for name, split in splits.items()}
         shape = (channels, int(looks.heights[0]), int(looks.widths[0]))
@@ -208,6 +250,8 @@ def _from_folder(data: Data) -> _Prepared:
         normalisation=customary if is_imagenet else _moments(torch.from_numpy(seen["train"].counts[:channels])),
         about=about,
         notes=notes,
+        copies=data.copies,
+        files=files,
     )
 
 
@@ -251,7 +295,7 @@ def _tensors(split: FolderSplit, looks: Looks, channels: int) -> dict[str, torch
     return {"images": torch.from_numpy(pixels), "labels": torch.from_numpy(split.labels)}
 
 
-def _index(split: FolderSplit, looks: Looks) -> dict[str, torch.Tensor]:
+def _index(split: FolderSplit, looks: Looks, copies: Mapping[str, NDArray[Any]]) -> dict[str, torch.Tensor]:
     """Where the images are and what they were like; all paths in one row of bytes, and where each of them ends."""
     paths = [path.encode() for path in split.paths]
     ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
@@ -262,5 +306,6 @@ def _index(split: FolderSplit, looks: Looks) -> dict[str, torch.Tensor]:
         "paths": np.frombuffer(b"".join(paths), dtype=np.uint8).copy(),
         "path_ends": ends,
         "digests": looks.digests,
+        **copies,
     }
     return {key: torch.from_numpy(array) for key, array in arrays.items()}

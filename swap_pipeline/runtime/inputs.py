@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swap_pipeline.config import copies
 from swap_pipeline.config.instances import PHASE1, Instance
 from swap_pipeline.config.params import Leaving
 from swap_pipeline.errors import SwapError
@@ -232,12 +233,17 @@ def _lookup(tree: Any, dotted: str) -> Any:
 def hash_of(path: Path) -> Any:
     """A hash of a file, or of each file in a folder by name; a file not written to since then is not read again."""
     if path.is_dir():
-        return {entry.name: hash_of(entry) for entry in sorted(path.iterdir()) if not _is_bytecode(entry.name)}
+        return {entry.name: hash_of(entry) for entry in sorted(path.iterdir()) if not _is_covered(entry.name)}
     try:
         status = path.stat()
         return _hash_once(path.absolute(), (*_stamp(status), status.st_ctime_ns))
     except FileNotFoundError:
         raise SwapError(f"{path} is missing: run `dvc repro`, or `dvc checkout` if it was made before") from None
+
+
+def _is_covered(name: str) -> bool:
+    """Also copies of images, perhaps 100 GB: the index in the same folder has a digest of each."""
+    return _is_bytecode(name) or name.endswith(copies.SUFFIX)
 
 
 def _is_bytecode(name: str) -> bool:

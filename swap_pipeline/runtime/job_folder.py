@@ -28,7 +28,7 @@ from swap_pipeline.errors import DamagedFileError, SwapError
 from swap_pipeline.runtime.environment import project_folder
 from swap_pipeline.runtime.inputs import CODE_STAMP, Inputs
 from swap_pipeline.runtime.locks import Lock
-from swap_pipeline.storage.files import copy_file, open_plain, read_json, write_json
+from swap_pipeline.storage.files import link_or_copy, open_plain, read_json, write_json
 
 RESULT = "result"
 RECORD = "record.json"
@@ -98,7 +98,7 @@ class JobFolder:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name in kept:
-            _link(self.kept / name, partial / name)
+            link_or_copy(self.kept / name, partial / name)
         yield partial
         write_json(partial / _DIGESTS, {path.name: _digest(path) for path in partial.iterdir()})
         partial.rename(self.result)
@@ -161,13 +161,6 @@ class JobFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # not on all file systems
-        copy_file(source, target)
 
 
 def _digest(path: Path) -> str:

@@ -103,6 +103,14 @@ def parse_yaml(content: bytes, *, name: object) -> Any:
         raise SwapError(f"{name} is not valid YAML: {kind}{' '.join(str(error).split())[:400]}") from None
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """A second name for a file, or a copy where the file system has no such links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        copy_file(source, target)
+
+
 def copy_file(source: Path, target: Path) -> None:
     """An atomic copy; on file systems with reflinks (XFS, btrfs), both share their blocks until one is changed.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL import __version__ as PIL_VERSION
 
 from swap_pipeline.errors import SwapError
 from swap_pipeline.storage.files import open_plain, read_plain
@@ -19,6 +20,11 @@ from swap_pipeline.storage.files import open_plain, read_plain
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # Our own one-line error is enough for a file that cannot be read; Pillow's warnings do not help.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+# Of copies: bicubic, as in the ImageNet code that the paper builds on, and JPEG as measured in docs/data.md.
+_QUALITY = 90
+_SUBSAMPLING = "4:2:0"
+COPIED_BY = f"Pillow {PIL_VERSION}, bicubic, JPEG {_QUALITY} {_SUBSAMPLING}"
+"""what the bytes of a copy depend on, besides its image and its size"""
 _GREY = ("1", "L", "LA", "I")  # and all that begin with I;16
 
 
@@ -34,6 +40,12 @@ def decode(path: Path, channels: int) -> Image.Image:
 
 def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
     """The bytes of a file and the image in them; without `channels`, grey files stay grey and all others are RGB."""
+    data = read_bytes(path)
+    return data, image_in(data, path, channels)
+
+
+def read_bytes(path: Path) -> bytes:
+    """All of an image file."""
     try:
         data = read_plain(path)
     except FileNotFoundError:
@@ -42,9 +54,14 @@ def read_image(path: Path, channels: int | None) -> tuple[bytes, Image.Image]:
         raise SwapError(f"{path} cannot be read: {error.strerror or error}") from None
     if not data:
         raise SwapError(f"{path} cannot be read as an image: the file is empty")
+    return data
+
+
+def image_in(data: bytes, path: Path, channels: int | None) -> Image.Image:
+    """The image in the bytes of a file, as `read_image` has it."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return data, _converted(image, channels)
+            return _converted(image, channels)
     except UnidentifiedImageError:
         raise SwapError(f"{path} cannot be read as an image: its format is none of {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's readers raise nearly anything on a damaged file
@@ -60,6 +77,21 @@ def shape_of(path: Path) -> tuple[int, int, int]:
     except Exception:  # as above; reading all of it reports what is wrong
         _, whole = read_image(path, None)
         return len(whole.getbands()), whole.height, whole.width
+
+
+def size_of_copy(height: int, width: int, side: int) -> tuple[int, int]:
+    """Height and width of a copy: its shorter side has `side` pixels, unless the image has fewer."""
+    short = min(height, width)
+    return (height, width) if short <= side else (round(height * side / short), round(width * side / short))
+
+
+def copy_of(image: Image.Image, side: int) -> bytes:
+    """The bytes of an image's copy, a JPEG."""
+    height, width = size_of_copy(image.height, image.width, side)
+    made = io.BytesIO()
+    copy = image.resize((width, height), Image.Resampling.BICUBIC)  # the same pixels, if it has this size already
+    copy.save(made, "JPEG", quality=_QUALITY, subsampling=_SUBSAMPLING)
+    return made.getvalue()
 
 
 def _is_grey(image: Image.Image) -> bool:

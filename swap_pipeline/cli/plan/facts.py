@@ -18,8 +18,8 @@ from swap_pipeline.cli.plan.plan import DataFacts, Devices, NetworkFacts, Size
 from swap_pipeline.config.params import Data, Model, Optimizer, Params
 from swap_pipeline.datasets.image_folders import Tree, scan
 from swap_pipeline.datasets.parts import num_trained_on
-from swap_pipeline.datasets.prepare import FACTS, TEST_FOLDERS, unknown
 from swap_pipeline.engine.precision import Scaler
+from swap_pipeline.datasets.prepare import FACTS, TEST_FOLDERS, no_copies, unknown
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import share_of_phase1, share_of_worker, this_machine
 from swap_pipeline.launch.jobs import Machine
@@ -80,8 +80,10 @@ def _folder_facts(data: Data, tree: Tree) -> DataFacts:
 
 
 def _limited(facts: DataFacts, data: Data) -> DataFacts:
+    if data.copies and facts.size is not None:
+        raise no_copies(data)
     num_train = num_trained_on(facts.num_train, data)
-    return dataclasses.replace(facts, num_train=num_train, num_validation=data.validation_images)
+    return dataclasses.replace(facts, num_train=num_train, num_validation=data.validation_images, copies=data.copies)
 
 
 def planned_devices(params: Params, num_gpus: int) -> Devices:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from swap_pipeline.averaging.selection import num_passes
 from swap_pipeline.cli.plan.exchanges import LocalEpochs, local_epochs, notes_on
 from swap_pipeline.cli.plan.forks import ForksPlan, plan_forks
+from swap_pipeline.config.copies import expected_bytes
 from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
 from swap_pipeline.config.params import Leaving, Params, Schedule
 from swap_pipeline.config.schedules import PiecewiseLinear, Steps, by_epoch, learning_rate_of
@@ -45,11 +46,18 @@ class DataFacts:
     """None: read from their files, which may have any size"""
     source: str | None
     """for people: where this was found; None: known by name"""
+    copies: tuple[int, ...] = ()
+    """shorter sides of the copies that are made of images in files"""
 
     @property
     def counts(self) -> dict[str, int]:
         """Images in each split."""
         return {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}
+
+    @property
+    def copies_bytes(self) -> int:
+        """About, on disk."""
+        return expected_bytes(sum(self.counts.values()), self.copies)
 
 
 PASSES = 3

@@ -11,6 +11,7 @@ from typing import Any
 from swap_pipeline.cli.amounts import magnitude
 from swap_pipeline.cli.plan.plan import PASSES, Plan, RunPlan, Size, counted
 from swap_pipeline.cli.plan.times import Expected, Forecast, Throughput, Times
+from swap_pipeline.config.copies import copy_for
 from swap_pipeline.datasets.prepare import in_words
 from swap_pipeline.report.durations import duration
 
@@ -94,9 +95,21 @@ def _facts(plan: Plan) -> Iterator[str]:
         f"{_bytes(plan.snapshot_bytes)} a snapshot: a run at work keeps two, and phase 1's course at most "
         f"{plan.num_snapshots} (SWAP_KEEP_EPOCHS)",
     }
+    if data.copies:
+        facts["copies"] = f"about {_bytes(data.copies_bytes)}, and as much again in DVC's cache; {_what_is_read(plan)}"
     for name, text in facts.items():
         for index, line in enumerate(text.splitlines()):
             yield from _paragraph(f"{'' if index else name:<9}{line}", hang=9)
+
+
+def _what_is_read(plan: Plan) -> str:
+    """From which copies, or from the image files, by size of the images."""
+    sizes = sorted({part.image_size[0] for run in (plan.phase1, plan.worker) for part in run.stretches})
+    read = {size: copy_for(size, plan.data.copies) for size in sizes}
+    parts = [f"those of {side} px are read for {size}" for size, side in read.items() if side is not None]
+    parts += [f"the files themselves for {size}" for size, side in read.items() if side is None]
+    unused = [f"those of {side} px are never read" for side in plan.data.copies if side not in read.values()]
+    return ", ".join(parts + unused)
 
 
 def _kept(plan: Plan) -> str:
