@@ -40,7 +40,7 @@ from ruamel.yaml import YAML
 from torch import nn
 
 from swap_pipeline.averaging.mean import average_files
-from swap_pipeline.cli.predict import predict
+from swap_pipeline.cli.models.predict import predict
 from swap_pipeline.cli.recipes import list_recipes, recipe_of_params, use_recipe
 from swap_pipeline.config.params import Optimizer, Params
 from swap_pipeline.config.reading import parse_params, read_params

@@ -229,7 +229,7 @@ def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) ->
     An image is brought to the network's size and number of channels, and normalised as the training images were. A
     network of your own is built by the function that params.yaml names.
     """
-    from swap_pipeline.cli.predict import predict as predict_images
+    from swap_pipeline.cli.models.predict import predict as predict_images
 
     for path, classes in predict_images(images, model, own=own or _own_network()):
         for name, probability in classes[:top]:
