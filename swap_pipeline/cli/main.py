@@ -237,6 +237,30 @@ def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) ->
 
 
 @main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="File for the mean.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Training images for batch norm: a folder of images, or data/prepared.",
+)
+@click.option("--model", metavar="NAME", help="The network, as in params.yaml, of files that do not say what they are.")
+@click.option("--size", type=click.IntRange(1, 1 << 14), help="Side of its images; by default that of the library.")
+@click.option("--batch-size", type=click.IntRange(min=2), default=500, show_default=True, help="Of the statistics.")
+@click.option("--average-statistics", is_flag=True, help="Average batch-norm statistics too, instead of --data.")
+def average(files: tuple[Path, ...], out: Path, **options: Any) -> None:
+    """Write the mean of checkpoints of one network, of this pipeline or any safetensors, a piece at a time.
+
+    The batch-norm statistics of a mean are not the mean of the statistics: --data names the training images to compute
+    them from. A name package.module:function after --model runs that code.
+    """
+    from swap_pipeline.cli.models.average import Wish
+    from swap_pipeline.cli.models.average import average as average_checkpoints
+
+    _say(average_checkpoints(files, out, Wish(**options, own=_own_network())))
+
+
+@main.command()
 @params_option
 @click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
 @click.option("--gpu", is_flag=True, help="Try the GPUs too, for about a minute: values, precisions, speed.")

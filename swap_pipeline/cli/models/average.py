@@ -18,7 +18,7 @@ from swap_pipeline.cli.models.predict import check_usable, seen
 from swap_pipeline.config.params import Model
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.data.images import Split, read_images
-from swap_pipeline.data.prepared import Meta, View, read_meta, view_in
+from swap_pipeline.data.prepared import Meta, read_meta, view_in
 from swap_pipeline.datasets.image_folders import EXTENSIONS
 from swap_pipeline.engine.batchnorm import batches_of_rank, edges_of_batches, recompute_statistics
 from swap_pipeline.engine.distributed import Group
@@ -57,7 +57,8 @@ def average(paths: Sequence[Path], out: Path, wish: Wish) -> str:
         raise SwapError(f"{out} exists: remove it, or name another file with -o")
     files = [open_any(path) for path in paths]
     check_alike(files)
-    header = _common_header(files, wish)
+    described = _described(files, wish)
+    header = {} if described is None else {key: value for key, value in described.info.items() if key in _OF_NETWORK}
     made = f"{out}: {f'the mean of {len(files)} checkpoints' if len(files) > 1 else 'one checkpoint, as it is'}"
     info = {**header, "averaged": len(files)}
     if wish.data is None or not _has_batch_norm(files[0]):
@@ -68,7 +69,9 @@ def average(paths: Sequence[Path], out: Path, wish: Wish) -> str:
         threads = min(_MOST_THREADS, num_cores())
         average_files(paths, out, info, threads=threads, open_file=open_any)
         return made if _has_batch_norm(files[0]) else f"{made}; it has no batch norm, so no statistics are needed"
-    network, images = _open(files[0], header, wish, data=wish.data)
+    if wish.average_statistics:
+        raise SwapError("--average-statistics has no effect with --data, which computes them: leave one of them out")
+    network, images = _open(described or files[0], wish, data=wish.data)
     group = _group()
     network.load_state_dict(average_on_ranks(paths, group, open_file=open_any), assign=True)
     network.to(group.device, memory_format=torch.channels_last)
@@ -82,7 +85,8 @@ def average(paths: Sequence[Path], out: Path, wish: Wish) -> str:
         raise SwapError(f"the network cannot take the images of {wish.data}: {why}") from None
     if not all(tensor.isfinite().all() for tensor in network.state_dict().values()):
         raise SwapError("the statistics are NaN or Inf: these checkpoints are too far from each other to be averaged")
-    write_tensors(out, network.state_dict(), {**info, **images.header})
+    seen_as = {key: value for key, value in images.header.items() if key in _OF_NETWORK}
+    write_tensors(out, network.state_dict(), {**seen_as, "averaged": len(files)})
     return f"{made}; statistics of {layers} batch-norm layers from {len(images):,} images"
 
 
@@ -90,8 +94,8 @@ def _has_batch_norm(file: TensorFile) -> bool:
     return any(key.rpartition(".")[2] == "running_mean" for key in file.layout)
 
 
-def _common_header(files: Sequence[TensorFile], wish: Wish) -> dict[str, Any]:
-    """What the headers of the pipeline's own checkpoints say; empty if there are none among the files."""
+def _described(files: Sequence[TensorFile], wish: Wish) -> TensorFile | None:
+    """The last file whose header describes the network, as those of this pipeline do; all must say the same."""
     ours = [file for file in files if "model" in file.info]
     for file in ours[1:]:
         for key in ("model", "classes"):
@@ -101,12 +105,12 @@ def _common_header(files: Sequence[TensorFile], wish: Wish) -> dict[str, Any]:
                     f"{file.path} has {key} {found}, but {ours[0].path} has {first}: only equal networks average"
                 )
     if not ours:
-        return {}
+        return None
     model = ours[-1].info["model"]
     name = model.get("name") if isinstance(model, dict) else None
     if wish.model is not None and wish.model != name:
         raise SwapError(f"--model is {shown(wish.model)}, but {ours[-1].path} holds {shown(name)}: leave --model out")
-    return {key: ours[-1].info[key] for key in _OF_NETWORK if key in ours[-1].info}
+    return ours[-1]
 
 
 def _check_without_data(files: Sequence[TensorFile], wish: Wish) -> None:
@@ -156,24 +160,22 @@ class _Images:
                 self.prepared, batch_size=batch_size, seed=0, augment=None, group=group, view=view
             )
             return
+        header = {**self.header, "test_crop": "square"}  # rectangles would not share a batch
         order = torch.randperm(len(self.files), generator=torch.Generator().manual_seed(0)).tolist()
         with ThreadPoolExecutor(num_cores()) as pool:
             for start, end in pairwise(edges_of_batches(len(order), batch_size)):
                 paths = [self.files[position] for position in order[start:end]]
-                images = torch.stack(list(pool.map(lambda path: seen(path, self.header), paths)))
+                images = torch.stack(list(pool.map(lambda path: seen(path, header), paths)))
                 yield images.to(group.device, memory_format=torch.channels_last)
 
 
-def _open(file: TensorFile, header: Mapping[str, Any], wish: Wish, *, data: Path) -> tuple[nn.Module, _Images]:
-    """The network, with initial weights, and the images that it is to see."""
-    if wish.average_statistics:
-        raise SwapError("--average-statistics has no effect with --data, which computes them: leave one of them out")
+def _open(file: TensorFile, wish: Wish, *, data: Path) -> tuple[nn.Module, _Images]:
+    """The network of this file, with initial weights, and the images that it is to see."""
     meta = read_meta(data) if (data / "meta.json").is_file() else None
-    if header:
-        # The file with the header need not be the first one, but all have the same tensors.
-        described = _with_info(file, header)
-        network = network_of(described, own=wish.model or wish.own)
-        check_usable(header, described.path)
+    header: Mapping[str, Any]
+    if "model" in file.info:
+        network, header = network_of(file, own=wish.model or wish.own), file.info
+        check_usable(header, file.path)
         if wish.size is not None:
             raise SwapError("--size has no effect: the header of the checkpoint says what size its images have")
     else:
@@ -189,11 +191,6 @@ def _open(file: TensorFile, header: Mapping[str, Any], wish: Wish, *, data: Path
     if meta is None:
         return network, _Images(header=header, files=_image_files(data))
     return network, _Images(header=header, prepared=_prepared(data, meta, header))
-
-
-def _with_info(file: TensorFile, info: Mapping[str, Any]) -> TensorFile:
-    file.info = dict(info)
-    return file
 
 
 def _usual_header(description: Mapping[str, Any], network: nn.Module, meta: Meta | None, wish: Wish) -> dict[str, Any]:
@@ -228,8 +225,8 @@ def _prepared(folder: Path, meta: Meta, header: Mapping[str, Any]) -> Split:
     for key, found in (("shape", meta.shape), ("mean", meta.mean), ("std", meta.std)):
         if found is not None and list(found) != header[key]:
             raise SwapError(
-                f"{folder} has images of {key} {shown(list(found))}, but the network was trained on {shown(header[key])}: "
-                f"name the data that it was trained on, or a folder with image files"
+                f"{folder} has images of {key} {shown(list(found))}, but the network was trained on "
+                f"{shown(header[key])}: name the data that it was trained on, or a folder with image files"
             )
     if meta.channels != header["shape"][0]:
         raise SwapError(
