@@ -261,6 +261,27 @@ def average(files: tuple[Path, ...], out: Path, **options: Any) -> None:
 
 
 @main.command()
+@click.argument("model", type=click.Path(path_type=Path), default=FINAL_MODEL)
+@click.option("-o", "--output", "folder", type=click.Path(path_type=Path), default=Path("export"), show_default=True)
+@click.option("--format", "kind", type=click.Choice(["all", "onnx", "pt2"]), default="all", show_default=True)
+@click.option("--data", type=click.Path(path_type=Path), help="Prepared test images; data/prepared, if it is there.")
+@click.option("--images", "num_images", type=click.IntRange(min=1), help="Compare on this many; by default on all.")
+@click.option("--license", "licence", metavar="ID", help="For the model card, such as mit.")
+@click.option("--own", metavar="NAME", help="Your own network whose code may run; by default that of params.yaml.")
+def export(model: Path, folder: Path, kind: str, own: str | None, **options: Any) -> None:
+    """Write MODEL as ONNX and as a program of torch.export (.pt2), with a model card, to a folder.
+
+    Both take batches of any size of uint8 images and normalise them. They are compared with the network on test images.
+    """
+    from swap_pipeline.cli.models.export import ONNX, PROGRAM
+    from swap_pipeline.cli.models.export import export as export_model
+
+    names = {"all": (PROGRAM, ONNX), "onnx": (ONNX,), "pt2": (PROGRAM,)}[kind]
+    for line in export_model(model, folder, names=names, own=own or _own_network(), **options).lines(folder):
+        _say(line)
+
+
+@main.command()
 @params_option
 @click.option("--json", "as_json", is_flag=True, help="Print all findings as JSON.")
 @click.option("--gpu", is_flag=True, help="Try the GPUs too, for about a minute: values, precisions, speed.")
