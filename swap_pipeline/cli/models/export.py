@@ -110,9 +110,7 @@ def export(
     network = load_model(checkpoint, own=own)
     info = TensorFile(checkpoint).info
     check_usable(info, checkpoint)
-    if data is None and (PREPARED / "meta.json").is_file():
-        data = PREPARED
-    split = None if data is None else _test_images(data, info)
+    split = _test_images(data, info)
     network = FromPixels(network, info).eval()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as temporary:
@@ -147,7 +145,14 @@ def _program(network: nn.Module, info: Mapping[str, Any]) -> torch.export.Export
 
 def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
     try:
-        model = torch.onnx.export(program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False)
+        model = torch.onnx.export(
+            program,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes={"images": {0: "batch"}},  # the axis' name
+            dynamo=True,
+            verbose=False,
+        )
         assert model is not None
         model.save(path, external_data=False)
     except Exception as error:
@@ -218,12 +223,20 @@ def _batches(
             return
 
 
-def _test_images(folder: Path, info: Mapping[str, Any]) -> Split:
-    """The test images that `prepare` left in a folder, which must be of the data that the network was trained on."""
+def _test_images(data: Path | None, info: Mapping[str, Any]) -> Split | None:
+    """The test images that `prepare` left in a folder, which must be of the data that the network was trained on.
+
+    Without `data` those of this project, if they are.
+    """
+    folder = PREPARED if data is None else data
+    if data is None and not (folder / "meta.json").is_file():
+        return None
     meta = read_meta(folder)
     known = {"classes": meta.classes, "mean": meta.mean, "std": meta.std, "shape": meta.shape}
     for key, found in known.items():
         if found is not None and list(found) != info[key]:
+            if data is None:
+                return None
             raise SwapError(
                 f"{folder} is not the data of this network: its {key} is {shown(list(found))}, not "
                 f"{shown(info[key])}: name the right folder with --data"

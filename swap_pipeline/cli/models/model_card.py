@@ -28,8 +28,8 @@ _CARD = """\
 
 # {title}
 
-An image classifier with {num_classes} classes, trained by Stochastic Weight Averaging in Parallel
-([SWAP](https://arxiv.org/abs/2001.02312)) with swap-pipeline {version}.
+An image classifier with {num_classes} classes, made with swap-pipeline {version} (Stochastic Weight Averaging in
+Parallel, [SWAP](https://arxiv.org/abs/2001.02312)).
 
 ## Input and output
 
@@ -73,7 +73,7 @@ def model_card(checkpoint: Path, info: Mapping[str, Any], exported: Exported, *,
     params = _params_of(checkpoint)
     name = info["model"]["name"]
     data = None if params is None else params.data.name
-    title = f"{name} trained with SWAP{f' on {data}' if data else ''}"
+    title = f"{name}, trained on {data}" if data else name
     channels, height, width = info["shape"]
     resize = f"Bring images to {width}×{height} pixels, {'grey' if channels == 1 else 'RGB'}."
     if info.get("view") is not None:
