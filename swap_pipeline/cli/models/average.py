@@ -74,7 +74,8 @@ def average(paths: Sequence[Path], out: Path, wish: Wish) -> str:
     network, images = _open(described or files[0], wish, data=wish.data)
     group = _group()
     network.load_state_dict(average_on_ranks(paths, group, open_file=open_any), assign=True)
-    network.to(group.device, memory_format=torch.channels_last)
+    network.to(group.device)
+    network.to(memory_format=torch.channels_last)
     try:
         with must_fit(f"a batch of {wish.batch_size} images", remedy="lower --batch-size"):
             layers = recompute_statistics(network, images.batches(wish.batch_size, group), group=group)

@@ -37,9 +37,8 @@ class FromPixels(nn.Module):
     def __init__(self, network: nn.Module, info: Mapping[str, Any]) -> None:
         super().__init__()
         self.network = network
-        cpu = torch.device("cpu")
-        self.register_buffer("mean", pixel_scale(tuple(info["mean"]), cpu))
-        self.register_buffer("std", pixel_scale(tuple(info["std"]), cpu))
+        mean, std = (pixel_scale(tuple(info[key]), torch.device("cpu")) for key in ("mean", "std"))
+        self.mean, self.std = nn.Buffer(mean), nn.Buffer(std)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.network((images.to(torch.float32) - self.mean) / self.std)

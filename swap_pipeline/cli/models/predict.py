@@ -51,7 +51,8 @@ def seen(path: Path, info: Mapping[str, Any]) -> torch.Tensor:
         image = middle(image, (height, width) if is_square else rectangle(image.height, image.width, height))
     elif image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
-    return (pil_to_tensor(image).float() / 255 - mean) / std
+    normalised: torch.Tensor = (pil_to_tensor(image).float() / 255 - mean) / std
+    return normalised
 
 
 def check_usable(info: Mapping[str, Any], path: Path) -> None:
