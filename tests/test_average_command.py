@@ -291,9 +291,9 @@ def test_code_that_a_header_names_runs_only_if_the_user_names_it_too(own: list[P
 
     assert (tmp_path / "mean").read_bytes() == (tmp_path / "again").read_bytes()
     write_tensors(path, load_file(own[0]), header | {"shape": [1, 5, 5]})
+    for number in range(2):
+        Image.new("L", (8, 8), number).save(tmp_path / f"{number}.png")
     with pytest.raises(SwapError, match="the network cannot take the images of"):
-        for number in range(2):
-            Image.new("L", (8, 8), number).save(tmp_path / f"{number}.png")
         average([path], tmp_path / "other", Wish(data=tmp_path, own="nets_of_average:make"))
 
 
