@@ -114,6 +114,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["timm:test_vit", "torchvision:shufflenet_v2_x0_5"])
 def test_networks_of_libraries_are_exported_and_compared_on_random_images_without_data(
     elsewhere: Path, name: str
@@ -171,7 +172,7 @@ def test_a_network_that_cannot_be_traced_is_refused_in_one_line(
 ) -> None:
     class Odd(nn.Module):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return images.flatten(1)[:, : 3 + int(images.sum().item() > 0) * 0 + (2 if images.sum() > 9 else 0)]
+            return images.flatten(1)[:, : 3 if images.sum() > 9 else 2]
 
     monkeypatch.setattr(exporting, "load_model", lambda path, own: Odd())
 
