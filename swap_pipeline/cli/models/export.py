@@ -6,13 +6,13 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from swap_pipeline.cli.models.exported import CARD, Comparison, Exported
 from swap_pipeline.cli.models.model_card import model_card
 from swap_pipeline.cli.models.predict import check_usable
 from swap_pipeline.config.reading import read_params
@@ -25,7 +25,7 @@ from swap_pipeline.runtime.environment import eval_batch_size, find_root
 from swap_pipeline.storage.files import write_text
 from swap_pipeline.storage.tensor_files import TensorFile
 
-ONNX, PROGRAM, CARD = "model.onnx", "model.pt2", "README.md"
+ONNX, PROGRAM = "model.onnx", "model.pt2"
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _LEAST_AGREEMENT = 0.99
 _NUM_RANDOM = 64
@@ -46,42 +46,6 @@ class FromPixels(nn.Module):
 
 
 Predict = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(kw_only=True)
-class Comparison:
-    """How far the exported file is from the network, over all images."""
-
-    difference: float = 0.0
-    """the largest, of any logit"""
-    num_same: int = 0
-    """images that both give the same class"""
-    num_images: int = 0
-
-    def add(self, found: torch.Tensor, logits: torch.Tensor) -> None:
-        self.difference = max(self.difference, (found - logits).abs().max().item())
-        self.num_same += int((found.argmax(1) == logits.argmax(1)).sum())
-        self.num_images += len(logits)
-
-
-@dataclass(kw_only=True)
-class Exported:
-    """What was written, and how it compares."""
-
-    comparisons: dict[str, Comparison]
-    """by name of file"""
-    images: str
-    """what they were compared on: test or random"""
-    accuracy: float | None = None
-    """of the network on these images, a share; None for random ones"""
-
-    def lines(self, folder: Path) -> Iterator[str]:
-        for name, compared in self.comparisons.items():
-            yield (
-                f"{folder / name}: the same class as the network for {compared.num_same:,} of {compared.num_images:,} "
-                f"{self.images} images, logits differ by at most {compared.difference:.2g}"
-            )
-        yield f"{folder / CARD}: the model card"
 
 
 @torch.no_grad()

@@ -6,20 +6,18 @@ import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from ruamel.yaml import YAML
 
 from swap_pipeline import __version__
+from swap_pipeline.cli.models.exported import Exported
 from swap_pipeline.config.instances import PHASES
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.errors import SwapError, printable
 from swap_pipeline.storage.files import read_plain
-
-if TYPE_CHECKING:
-    from swap_pipeline.cli.models.export import Exported
 
 _PARAMS = Path("params.yaml")
 _CARD = """\
