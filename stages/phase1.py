@@ -8,12 +8,15 @@ Phase 1 of SWAP: all devices train one model with large batches, until its train
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from swap_pipeline.config.instances import PHASE1
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.launch.stage_jobs import run_alone
+from swap_pipeline.runtime.inputs import check_dvc_sees_start
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.stage_process import run_stage
 
@@ -21,6 +24,7 @@ from swap_pipeline.runtime.stage_process import run_stage
 @click.command(help=__doc__)
 def main() -> None:
     params = read_params()
+    check_dvc_sees_start(params.phase1.start)
     run_alone(PHASE1, shards=params.phase1.shards, be_a_rank=lambda folder: train_phase1(params, folder))
 
 
@@ -46,6 +50,7 @@ def train_phase1(params: Params, folder: JobFolder) -> None:
                 chance=f"seed {params.seed}",
             ),
             start=derive_seed("initial weights", params.seed),
+            weights=None if phase.start is None else Path(phase.start),
             header={"phase": "phase1", "seed": params.seed},
             setting=setting_of(params),
             optimizer=phase.optimizer or params.optimizer,

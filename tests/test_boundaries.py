@@ -14,7 +14,7 @@ from conftest import ROOT, Project
 from PIL import Image
 
 from swap_pipeline.averaging.mean import average_files
-from swap_pipeline.cli.predict import predict
+from swap_pipeline.cli.models.predict import predict
 from swap_pipeline.cli.recipes import list_recipes, use_recipe
 from swap_pipeline.config.params import Data
 from swap_pipeline.data.loader import FileImages

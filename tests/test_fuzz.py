@@ -38,10 +38,12 @@ from mutations import (
 )
 from PIL import Image
 from ruamel.yaml import YAML
+from safetensors.torch import load, load_file, save, save_file
 from torch import nn
 
 from swap_pipeline.averaging.mean import average_files
-from swap_pipeline.cli.predict import predict
+from swap_pipeline.cli.models.average import Wish, average
+from swap_pipeline.cli.models.predict import predict
 from swap_pipeline.cli.recipes import list_recipes, recipe_of_params, use_recipe
 from swap_pipeline.config.copies import file_of_copies
 from swap_pipeline.config.params import Optimizer, Params
@@ -151,6 +153,70 @@ def test_of_weights_the_average_is_right_or_refused(tmp_path: Path) -> None:
     )
 
     assert tally.refused > count / 2 and tally.accepted > count / 20
+
+
+def test_of_files_from_elsewhere_swap_average_writes_the_mean_or_nothing(tmp_path: Path) -> None:
+    path, good, mean = (tmp_path / f"{name}.safetensors" for name in ("x", "good", "mean"))
+    one, two = some_weights(1), some_weights(2)
+    save_file(one, good)
+    original, other = save(two), save(some_weights(3, width=2))
+
+    def draw(chance: random.Random) -> Mutant:
+        what, content = hurt(original, other, chance)
+        return Mutant(what=what, content=content)
+
+    def answer(mutant: Mutant) -> str | None:
+        path.write_bytes(mutant.content)
+        mean.unlink(missing_ok=True)
+        try:
+            with naming(path):
+                average([good, path], mean, Wish())
+        except SwapError:
+            assert [each.name for each in tmp_path.iterdir() if each not in (path, good)] == []
+            raise
+        expected = mean_by_hand(one, load(mutant.content))  # without digests, other values are as good
+        found = load_file(mean)
+        same = found.keys() == expected.keys() and all(
+            np.array_equal(found[key].double().numpy(), values) for key, values in expected.items()
+        )
+        return None if same else "a wrong average"
+
+    tally = fuzz("foreign weights", draw, answer, count=COUNT // 2)
+
+    assert tally.refused > COUNT / 6 and tally.accepted > COUNT / 40
+
+
+def test_of_checkpoints_swap_average_computes_statistics_or_refuses_them(tmp_path: Path) -> None:
+    path, good, mean = (tmp_path / f"{name}.safetensors" for name in ("x", "good", "mean"))
+    for number in range(3):
+        Image.new("L", (8, 8), 50 * number).save(tmp_path / f"{number}.png")
+    good.write_bytes(file_of(state(1), header(1)))
+    viewed = {"view": {"size": 8, "min_scale": 0.5}, "test_crop": "rectangle"}
+    originals = [TensorsAndInfo(state(2), header(2)), TensorsAndInfo(state(2), header(2) | viewed)]
+    others = [TensorsAndInfo(state(3), header(3)), TensorsAndInfo(state(3, width=2), header(3, width=2))]
+
+    def answer(mutant: Mutant) -> str | None:
+        path.write_bytes(mutant.content)
+        mean.unlink(missing_ok=True)
+        with naming(path):
+            average([good, path], mean, Wish(data=tmp_path))
+        network = load_model(mean)
+        expected = mean_by_hand(state(1), mutant.tensors)
+        same = all(
+            np.array_equal(tensor.double().numpy(), expected[key])
+            for key, tensor in network.state_dict().items()
+            if "running" not in key
+        )
+        return None if same else "a wrong average"
+
+    tally = fuzz(
+        "statistics",
+        lambda chance: mutant_of_tensors(chance.choice(originals), chance.choice(others), chance),
+        answer,
+        count=COUNT // 8,
+    )
+
+    assert tally.refused > COUNT / 20 and tally.accepted > 0
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import torch
 from conftest import Project, assert_one_line
 from PIL import Image
 
+from swap_pipeline.cli.models.average import Wish, average
 from swap_pipeline.datasets.image_folders import EXTENSIONS
 from swap_pipeline.errors import SwapError, printable
 from swap_pipeline.models.networks import load_model
@@ -146,6 +147,8 @@ def test_a_pipe_or_a_device_is_refused_wherever_a_file_is_named(finished: Projec
     for arguments in (
         ("predict", str(path)),
         ("predict", str(image), "--model", str(path)),
+        ("average", str(path), "-o", str(tmp_path / "mean")),
+        ("export", str(path), "-o", str(tmp_path / "export")),
         ("plan", "--params", str(path)),
         ("check", "--params", str(path)),
     ):
@@ -212,13 +215,14 @@ HOSTILE_NETWORKS = {
 
 @pytest.mark.parametrize("name", HOSTILE_NETWORKS)
 def test_a_small_file_cannot_ask_for_a_large_network(tmp_path: Path, name: str) -> None:
-    path = checkpoint(tmp_path / "model.safetensors", model=HOSTILE_NETWORKS[name])
+    tensors = {"bn.running_mean": torch.zeros(2)} | {f"tensor_{index}": torch.zeros(2, 2) for index in range(300)}
+    path = checkpoint(tmp_path / "model.safetensors", tensors, model=HOSTILE_NETWORKS[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    with pytest.raises(SwapError) as caught:
-        load_model(path)
-
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    for use in (load_model, lambda path: average([path], tmp_path / "mean", Wish(data=tmp_path))):
+        with pytest.raises(SwapError) as caught:
+            use(path)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
 
 
@@ -277,7 +281,9 @@ def test_names_in_a_file_cannot_give_orders_to_the_terminal(finished: Project, t
     write_tensors(named, {**tensors, HOSTILE_NAME: torch.zeros(1)}, info)
     done = swap(finished, "predict", str(image), "--model", str(named))
     assert_one_line(done, "named.safetensors belongs to another network")
-    for text in (*outputs, done.stderr):
+    mixed = swap(finished, "average", str(named), str(classes), "-o", str(tmp_path / "mean"))
+    assert_one_line(mixed, "has no tensor 'ant\\x1b[2J")
+    for text in (*outputs, done.stderr, mixed.stderr):
         assert not {"\x1b", "\x07", "\r", "\u202e", "\u2028"} & set(text)
 
 

@@ -63,7 +63,7 @@ class Averager:
         if self.group.is_main:
             for path in models:
                 check_origin(path, {"model": self.description, "classes": list(self.data.meta.classes)})
-        check_fits(self.network, models[0])
+        check_fits(self.network, TensorFile(models[0]))
         self.group.wait()
         began = time.perf_counter()
         self.network.load_state_dict(average_on_ranks(models, self.group))

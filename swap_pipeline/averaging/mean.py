@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,13 @@ _PIECE = 1 << 18
 
 
 def average_files(
-    paths: Sequence[Path], out: Path, info: Mapping[str, Any], *, threads: int = 1, durable: bool = True
+    paths: Sequence[Path],
+    out: Path,
+    info: Mapping[str, Any],
+    *,
+    threads: int = 1,
+    durable: bool = True,
+    open_file: Callable[[Path], TensorFile] = TensorFile,
 ) -> None:
     """Write the element-wise mean of `paths` to `out`; `threads` as in `write_in_pieces`, `durable` in `atomic_write`.
 
@@ -34,19 +40,21 @@ def average_files(
     caller's business; SWAP recomputes them.
     """
     assert paths
-    files = [TensorFile(path) for path in paths]
-    _check_alike(files)
+    files = [open_file(path) for path in paths]
+    check_alike(files)
     write_in_pieces(out, files[0].layout, lambda key: _mean(files, key), info, threads=threads, durable=durable)
 
 
-def average_on_ranks(paths: Sequence[Path], group: Group) -> dict[str, torch.Tensor]:
+def average_on_ranks(
+    paths: Sequence[Path], group: Group, *, open_file: Callable[[Path], TensorFile] = TensorFile
+) -> dict[str, torch.Tensor]:
     """The same mean as tensors on every rank: each rank averages a part of them and sends it to the others.
 
     So every byte of the files is read once, however many ranks and nodes there are.
     """
     assert paths
-    files = [TensorFile(path) for path in paths]
-    _check_alike(files)
+    files = [open_file(path) for path in paths]
+    check_alike(files)
     layout = files[0].layout
     rank_of = share_out(layout, group.world_size)
     means = {key: _whole(_mean(files, key) if rank == group.rank else (), layout[key]) for key, rank in rank_of.items()}
@@ -105,12 +113,14 @@ def _not_finite(files: Sequence[TensorFile], key: str) -> SwapError:
     """Whose fault it is: only a sum with NaN or Inf in it, or one that is too large, is not finite."""
     for file in files:
         if not torch.isfinite(file.read(key)).all():
+            of_run = _of_run(file)
+            remedy = "lower peak_lr and run `dvc repro`, or delete this file and .swap to train the same again"
             return SwapError(
-                f"{file.path}: tensor {key!r} contains NaN or Inf{_of_run(file)}, so it cannot be averaged: "
-                f"lower peak_lr and run `dvc repro`, or delete this file and .swap to train the same again"
+                f"{file.path}: tensor {shown(key)} contains NaN or Inf{of_run}, so it cannot be averaged: "
+                f"{remedy if of_run else 'leave it out'}"
             )
     dtype = _words(files[0].layout[key].dtype)
-    return SwapError(f"the mean of tensor {key!r} is too large for {dtype}: these workers diverged")
+    return SwapError(f"the mean of tensor {shown(key)} is too large for {dtype}: these workers diverged")
 
 
 def _of_run(file: TensorFile) -> str:
@@ -130,7 +140,7 @@ def check_origin(path: Path, expected: Mapping[str, Any]) -> None:
             )
 
 
-def _check_alike(files: Sequence[TensorFile]) -> None:
+def check_alike(files: Sequence[TensorFile]) -> None:
     """All files hold the same keys, shapes and types."""
     first = files[0]
     for file in files[1:]:
@@ -143,8 +153,8 @@ def _check_alike(files: Sequence[TensorFile]) -> None:
             other = file.layout[key]
             if other != spec:
                 raise SwapError(
-                    f"{file.path}: tensor {key!r} is {_words(other.dtype)} {list(other.shape)}, but in {first.path} "
-                    f"it is {_words(spec.dtype)} {list(spec.shape)}: only equal networks average"
+                    f"{file.path}: tensor {shown(key)} is {_words(other.dtype)} {list(other.shape)}, but in "
+                    f"{first.path} it is {_words(spec.dtype)} {list(spec.shape)}: only equal networks average"
                 )
 
 

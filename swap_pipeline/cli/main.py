@@ -229,11 +229,56 @@ def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) ->
     An image is brought to the network's size and number of channels, and normalised as the training images were. A
     network of your own is built by the function that params.yaml names.
     """
-    from swap_pipeline.cli.predict import predict as predict_images
+    from swap_pipeline.cli.models.predict import predict as predict_images
 
     for path, classes in predict_images(images, model, own=own or _own_network()):
         for name, probability in classes[:top]:
             _say(f"{path}\t{name}\t{100 * probability:.2f} %")
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@click.option("-o", "--output", "out", type=click.Path(path_type=Path), required=True, help="File for the mean.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Training images for batch norm: a folder of images, or data/prepared.",
+)
+@click.option("--model", metavar="NAME", help="The network, as in params.yaml, of files that do not say what they are.")
+@click.option("--size", type=click.IntRange(1, 1 << 14), help="Side of its images; by default that of the library.")
+@click.option("--batch-size", type=click.IntRange(min=2), default=500, show_default=True, help="Of the statistics.")
+@click.option("--average-statistics", is_flag=True, help="Average batch-norm statistics too, instead of --data.")
+def average(files: tuple[Path, ...], out: Path, **options: Any) -> None:
+    """Write the mean of checkpoints of one network, of this pipeline or any safetensors, a piece at a time.
+
+    The batch-norm statistics of a mean are not the mean of the statistics: --data names the training images to compute
+    them from. A name package.module:function after --model runs that code.
+    """
+    from swap_pipeline.cli.models.average import Wish
+    from swap_pipeline.cli.models.average import average as average_checkpoints
+
+    _say(average_checkpoints(files, out, Wish(**options, own=_own_network())))
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path), default=FINAL_MODEL)
+@click.option("-o", "--output", "folder", type=click.Path(path_type=Path), default=Path("export"), show_default=True)
+@click.option("--format", "kind", type=click.Choice(["all", "onnx", "pt2"]), default="all", show_default=True)
+@click.option("--data", type=click.Path(path_type=Path), help="Prepared test images; data/prepared, if it is there.")
+@click.option("--images", "num_images", type=click.IntRange(min=1), help="Compare on this many; by default on all.")
+@click.option("--license", "licence", metavar="ID", help="For the model card, such as mit.")
+@click.option("--own", metavar="NAME", help="Your own network whose code may run; by default that of params.yaml.")
+def export(model: Path, folder: Path, kind: str, own: str | None, **options: Any) -> None:
+    """Write MODEL as ONNX and as a program of torch.export (.pt2), with a model card, to a folder.
+
+    Both take batches of any size of uint8 images and normalise them. They are compared with the network on test images.
+    """
+    from swap_pipeline.cli.models.export import ONNX, PROGRAM
+    from swap_pipeline.cli.models.export import export as export_model
+
+    names = {"all": (PROGRAM, ONNX), "onnx": (ONNX,), "pt2": (PROGRAM,)}[kind]
+    for line in export_model(model, folder, names=names, own=own or _own_network(), **options).lines(folder):
+        _say(line)
 
 
 @main.command()

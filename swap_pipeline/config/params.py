@@ -201,6 +201,9 @@ class Leaving:
 class Phase1(Leaving, Schedule):
     """Large batches, all devices, one model."""
 
+    start: str | None = knob(
+        "a safetensors file of this network to start from instead of initial weights (docs/networks.md)", default=None
+    )
     max_epochs: int = knob("the phase ends here at the latest; a learning rate that falls reaches 0 here", minimum=1)
     sync_steps: IntByEpoch = knob(
         "local SGD: each shard takes this many steps with its own gradient, then the shards' weights are averaged; 1: "

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from swap_pipeline.config.copies import copy_for
 from swap_pipeline.config.params import Knots, Optimizer, Params, Phase2, Schedule
 from swap_pipeline.config.parsing import parse_as, read_tree
 from swap_pipeline.config.schedules import by_epoch, end_of_warmup, learning_rate_of, num_fork_tests
 from swap_pipeline.errors import SwapError, did_you_mean, shown
-from swap_pipeline.config.copies import copy_for
 
 
 def read_params(path: Path = Path("params.yaml")) -> Params:
@@ -39,6 +39,9 @@ def _check_together(params: Params) -> None:
         raise SwapError(
             "model.zero_init_last_gamma has no effect on published weights (model.pretrained): set it to false"
         )
+    if params.phase1.start is not None and (params.model.pretrained or params.model.zero_init_last_gamma):
+        entry = "pretrained" if params.model.pretrained else "zero_init_last_gamma"
+        raise SwapError(f"model.{entry} has no effect with phase1.start: set it to false, or remove phase1.start")
     if 0 < params.phase1.stop_accuracy <= 1:
         meant = 100 * params.phase1.stop_accuracy
         raise SwapError(f"phase1.stop_accuracy is {params.phase1.stop_accuracy:g}, but is in percent: write {meant:g}")

@@ -15,6 +15,7 @@ from swap_pipeline.config.optimizers import check_optimizers
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.errors import SwapError, shown
+from swap_pipeline.runtime.inputs import check_dvc_sees_start
 
 OUTS = ("checkpoints", "data/checked.txt", "data/prepared", "metrics", "plots", "report")
 _NOT_DATA = (".dvc", ".git", ".swap", *OUTS)
@@ -28,6 +29,7 @@ def check(file: Path = Path("params.yaml")) -> Params:
     try:
         _check_root(params.data.root)
         check_optimizers(params)
+        _check_start(params.phase1.start)
     except SwapError as error:
         raise SwapError(f"{file}: {error}") from None
     for special in filter(None, map(_special_file, map(Path, OUTS))):
@@ -50,6 +52,19 @@ def _check_root(text: str) -> None:
             raise SwapError(f"{what}, which overlaps with {name} of this project: name a folder of its own")
     if special := _special_file(root):
         raise SwapError(f"{what}, but {special}, which DVC cannot read: remove it")
+
+
+def _check_start(text: str | None) -> None:
+    """That phase 1 starts from a file, and DVC depends on it."""
+    if text is not None:
+        what = f"phase1.start is {shown(text)}"
+        if not text or "\0" in text or not Path(text).is_file():
+            problem = "is not a file" if text and "\0" not in text and os.path.lexists(text) else "does not exist"
+            raise SwapError(f"{what}, which {problem}: name a safetensors file")
+        if out := next((name for name in OUTS if Path(name).resolve() in Path(text).resolve().parents), None):
+            raise SwapError(f"{what}, which this pipeline makes itself ({out}): copy it to another folder")
+    if Path("dvc.yaml").is_file():
+        check_dvc_sees_start(text)
 
 
 def _special_file(root: Path) -> str:

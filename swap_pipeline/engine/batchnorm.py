@@ -30,11 +30,17 @@ def batches_of_rank(
 
     Which images make up a batch depends on `batch_size` and `seed` alone; the last batch may be short.
     """
-    edges = [*range(0, len(images), batch_size), len(images)]
-    if edges[-1] - edges[-2] == 1 and len(edges) > 2:
-        del edges[-2]  # one image has no variance: it joins the batch before it
+    edges = edges_of_batches(len(images), batch_size)
     for batch, _ in one_pass(images, edges, seed=seed, augment=augment, group=group, view=view):
         yield batch
+
+
+def edges_of_batches(num_images: int, batch_size: int) -> list[int]:
+    """Where the batches of a pass begin and end."""
+    edges = [*range(0, num_images, batch_size), num_images]
+    if edges[-1] - edges[-2] == 1 and len(edges) > 2:
+        del edges[-2]  # one image has no variance: it joins the batch before it
+    return edges
 
 
 def one_pass(

@@ -90,7 +90,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {"resnet9": ResNet9}
 _KEYS = {"name": str, "channels": int, "num_classes": int, "width": int, "options": dict, "zero_init_last_gamma": bool}
 
 
-def describe_network(model: Model, *, channels: int, num_classes: int) -> dict[str, Any]:
+def describe_network(model: Model, *, channels: int, num_classes: int, where: str = "params.yaml") -> dict[str, Any]:
     """All that it takes to build the network again; stands in every checkpoint's header.
 
     `model.pretrained` is not part of it: that only decides where phase 1 starts.
@@ -102,7 +102,7 @@ def describe_network(model: Model, *, channels: int, num_classes: int) -> dict[s
         description["options"] = dict(model.options)
     if model.zero_init_last_gamma:
         description["zero_init_last_gamma"] = True
-    with said_of("params.yaml"):
+    with said_of(where):
         _check(description)
         if model.pretrained:
             _check_published(model.name)
@@ -144,7 +144,14 @@ def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
     only if `own` is that very name.
     """
     path = Path(path)
-    description = TensorFile(path).info.get("model")
+    network = network_of(TensorFile(path), own=own)
+    load_weights(network, path)
+    return network.eval()
+
+
+def network_of(file: TensorFile, *, own: str | None) -> nn.Module:
+    """The network that a checkpoint's header describes, with initial weights; `own` as for `load_model`."""
+    path, description = file.path, file.info.get("model")
     if not isinstance(description, dict):
         raise SwapError(f"{path} is not a checkpoint of a network: its header does not describe one, take another file")
     name = description.get("name")
@@ -163,13 +170,16 @@ def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
             f"{path} holds a network that is made by {printable(name)}, code that is not part of this package: "
             f"if you trust it, pass own={name!r} (swap predict --own {printable(name)})"
         )
-    with said_of(path):
+    return network_for(description, file)
+
+
+def network_for(description: Mapping[str, Any], file: TensorFile) -> nn.Module:
+    """A network with initial weights, if the tensors of `file` are its own; nothing larger is ever built."""
+    with said_of(file.path):
         _check(description)
-        with _no_larger_than(path):
-            _check_size(description, path)
-            network = _build(description, seed=0)
-    load_weights(network, path)
-    return network.eval()
+        with _no_larger_than(file):
+            _check_size(description, file)
+            return _build(description, seed=0)
 
 
 def _is(value: Any, kind: type | None) -> bool:
@@ -235,15 +245,20 @@ def _check_published(name: str) -> None:
         raise SwapError(f"model.pretrained is true, but {name} has no published weights: set model.pretrained: false")
 
 
-def _check_size(description: Mapping[str, Any], path: Path) -> None:
+def _check_size(description: Mapping[str, Any], file: TensorFile) -> None:
     """A header must not make us build what its tensors do not fill: compared without memory for either."""
-    layout = TensorFile(path).layout
-    num_values = sum(spec.num_elements for spec in layout.values())
+    num_values = sum(spec.num_elements for spec in file.layout.values())
     for key in ("channels", "num_classes", "width"):
         if description.get(key, 0) > max(num_values, 3):  # of a grey image torchvision's networks see three channels
             raise SwapError(f"model.{key} is {shown(description[key])}, but the file has only {num_values:,} weights")
     if (outline := _outline(description)) is not None:
-        check_fits(outline, path)
+        check_fits(outline, file)
+
+
+def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of all tensors of a network."""
+    network = _outline(description) or _build(description, seed=0)
+    return {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
 
 
 def _outline(description: Mapping[str, Any]) -> nn.Module | None:
@@ -280,9 +295,9 @@ class _OnlyWeightsOnMeta(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _no_larger_than(path: Path) -> Iterator[None]:
+def _no_larger_than(file: TensorFile) -> Iterator[None]:
     """A network that is made in this block, with far more parts than the file has tensors, is not made to its end."""
-    num_tensors = len(TensorFile(path).layout)
+    num_tensors = len(file.layout)
     # Some make more than they keep, or have ten layers without weights for one with; all are made up to three times.
     left = {"tensors": 10 * num_tensors + 200, "layers": 60 * num_tensors + 2000}
 

@@ -79,6 +79,17 @@ def published_weights(description: Mapping[str, Any]) -> dict[str, torch.Tensor]
     return read(description)
 
 
+def usual_images(name: str, network: nn.Module) -> tuple[int, tuple[float, ...], tuple[float, ...]] | None:
+    """Side in pixels, mean and standard deviation of the images that a library trained the network on."""
+    if _is_torchvision(name):
+        from torchvision.models import get_model_weights
+
+        preset = get_model_weights(name.removeprefix("torchvision:")).DEFAULT.transforms()
+        return preset.crop_size[0], tuple(preset.mean), tuple(preset.std)
+    config = getattr(network, "pretrained_cfg", None) if name.startswith("timm:") else None
+    return (config["input_size"][-1], tuple(config["mean"]), tuple(config["std"])) if config else None
+
+
 def _is_torchvision(name: str) -> bool:
     return name.startswith("torchvision:")
 

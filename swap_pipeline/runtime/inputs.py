@@ -22,7 +22,7 @@ from typing import Any
 from swap_pipeline.config import copies
 from swap_pipeline.config.instances import PHASE1, Instance
 from swap_pipeline.config.params import Leaving
-from swap_pipeline.errors import SwapError
+from swap_pipeline.errors import SwapError, shown
 from swap_pipeline.runtime.user_code import source_file
 from swap_pipeline.storage.files import open_plain, parse_yaml, read_plain
 
@@ -30,6 +30,7 @@ CODE_STAMP = "SWAP_CODE_STAMP"
 """the launcher's `code_stamp` when it started this rank"""
 
 
+_START = "${phase1.start}"
 _OF_EXIT = frozenset(field.name for field in dataclasses.fields(Leaving))
 
 # Parsing YAML takes tenths of a second, and `swap clean` looks up dozens of instances in a few files.
@@ -222,6 +223,24 @@ def unlisted_code(deps: Collection[str]) -> list[str]:
     file = source_file(_values("params.yaml")["model"]["name"])
     covered = file is None or any(file == Path(dep) or Path(dep) in file.parents for dep in deps)
     return [] if covered or file is None else [str(file)]
+
+
+def check_dvc_sees_start(start: str | None) -> None:
+    """That DVC notices when the file that phase 1 starts from changes.
+
+    DVC cannot depend on a param that may be absent, so whoever sets `phase1.start` lists it as a dep.
+    """
+    deps = [dep for dep in _values("dvc.yaml")["stages"]["phase1"]["deps"] if isinstance(dep, str)]
+    if start is None:
+        if _START in deps:
+            raise SwapError(f"dvc.yaml lists {_START} under the deps of phase1, but phase1.start is not set: remove it")
+        return
+    plain = [Path(dep) for dep in deps if "$" not in dep]
+    if _START not in deps and not any(dep == Path(start) or dep in Path(start).parents for dep in plain):
+        raise SwapError(
+            f"phase1.start is {shown(start)}, but DVC would not notice when that file changes: add the line "
+            f"`- {_START}` to the deps of phase1 in dvc.yaml"
+        )
 
 
 def _lookup(tree: Any, dotted: str) -> Any:

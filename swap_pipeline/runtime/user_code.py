@@ -48,7 +48,8 @@ def said_of(file: str | Path) -> Iterator[None]:
     try:
         yield
     except SwapError as error:
-        raise SwapError(f"{file}: {error}") from error.__cause__
+        text = str(error)
+        raise SwapError(text if text.startswith(str(file)) else f"{file}: {text}") from error.__cause__
 
 
 def import_function(name: str) -> Callable[..., Any]:

@@ -164,10 +164,11 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 class TensorFile:
     """An open file of ours: the header is checked on opening, each tensor when it is read.
 
-    Tensors are views of the memory-mapped file, so several processes share one copy.
+    Tensors are views of the memory-mapped file, so several processes share one copy. With `of_any_origin`, other
+    safetensors are opened too; these have no `info`, and no digests that their tensors could be compared with.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, of_any_origin: bool = False) -> None:
         self.path = path
         try:
             open_plain(path).close()
@@ -185,12 +186,16 @@ class TensorFile:
             raise SwapError(f"{path} has just been removed") from None
         except (SafetensorError, KeyError, ValueError, OverflowError) as error:
             raise DamagedFileError(path, str(error)) from None
+        self.info: dict[str, Any] = {}
+        self._digests: dict[str, str] = {}
         if METADATA_KEY not in metadata:
+            if of_any_origin:
+                return
             raise SwapError(f"{path} was not written by this pipeline: it has no {METADATA_KEY!r} entry in its header")
         try:
             about = json.loads(metadata[METADATA_KEY])
-            self.info: dict[str, Any] = about["info"]
-            self._digests: dict[str, str] = about["tensors"]
+            self.info = about["info"]
+            self._digests = about["tensors"]
             stated = about["header"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedFileError(path, "its header cannot be read") from None
@@ -207,7 +212,7 @@ class TensorFile:
         except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:  # torch's, for odd shapes
             raise DamagedFileError(self.path, str(error)) from None
         assert isinstance(tensor, torch.Tensor)
-        if xxhash.xxh3_64_hexdigest(_bytes_of(tensor)) != self._digests[key]:
+        if key in self._digests and xxhash.xxh3_64_hexdigest(_bytes_of(tensor)) != self._digests[key]:
             raise self._mismatch(key)
         return tensor
 
@@ -232,7 +237,7 @@ class TensorFile:
                     yield into[:count]
         except OSError as error:
             raise SwapError(f"{self.path} cannot be read: {error.strerror or error}") from None
-        if digest.hexdigest() != self._digests[key]:
+        if key in self._digests and digest.hexdigest() != self._digests[key]:
             raise self._mismatch(key)
 
     @functools.cached_property
@@ -255,7 +260,32 @@ def _fill(part: memoryview, file: io.FileIO) -> bool:
 
 
 def _spec_of(part: Any) -> Spec:
+    if part.get_dtype() not in _TORCH_DTYPES:
+        raise ValueError(f"it has tensors of type {part.get_dtype()}, which are not supported")
     return Spec(_TORCH_DTYPES[part.get_dtype()], tuple(part.get_shape()))
+
+
+def open_any(path: Path) -> TensorFile:
+    """A safetensors file from anywhere; what is wrong with it is not for `dvc repro` to repair."""
+    try:
+        return TensorFile(path, of_any_origin=True)
+    except DamagedFileError as error:
+        raise SwapError(f"{path} is not a safetensors file that can be used ({error.reason}){_way_out(path)}") from None
+    except UnreadableFileError:
+        raise
+    except SwapError:
+        raise SwapError(f"{path} not found") from None
+
+
+def _way_out(path: Path) -> str:
+    with open_plain(path) as file:
+        is_pickle = file.read(4).startswith((b"PK\x03\x04", b"\x80"))  # a zip archive, or a bare pickle
+    if not is_pickle:
+        return ": take another file"
+    return (
+        ": it looks like a file of torch.save, which could run code; convert it with "
+        "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path), where its weights are on top"
+    )
 
 
 class UnreadableFileError(SwapError):

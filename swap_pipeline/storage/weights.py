@@ -12,31 +12,31 @@ from swap_pipeline.storage.tensor_files import TensorFile
 
 def load_weights(network: torch.nn.Module, path: Path) -> None:
     """Fill `network` from a checkpoint; one for another architecture is refused, naming a tensor."""
-    check_fits(network, path)
     file = TensorFile(path)
+    check_fits(network, file)
     network.load_state_dict({key: file.read(key) for key in file.layout})
 
 
-def check_fits(network: torch.nn.Module, path: Path) -> None:
+def check_fits(network: torch.nn.Module, file: TensorFile) -> None:
     """Refuse a checkpoint for another architecture, without reading its tensors."""
-    file = TensorFile(path)
     expected = network.state_dict()
     for key, tensor in expected.items():
         if key not in file.layout:
-            raise _other_architecture(path, f"it has no tensor {shown(key)}")
+            raise _other_architecture(file, f"it has no tensor {shown(key)}")
         if file.layout[key].shape != tuple(tensor.shape):
             found, wanted = list(file.layout[key].shape), list(tensor.shape)
-            raise _other_architecture(path, f"tensor {key!r} has shape {found} instead of {wanted}")
+            raise _other_architecture(file, f"tensor {key!r} has shape {found} instead of {wanted}")
         if file.layout[key].dtype != tensor.dtype:
             types = f"{file.layout[key].dtype} instead of {tensor.dtype}".replace("torch.", "")
-            raise _other_architecture(path, f"tensor {key!r} is {types}")
+            raise _other_architecture(file, f"tensor {key!r} is {types}")
     extra = sorted(set(file.layout) - set(expected))
     if extra:
-        raise _other_architecture(path, f"it has a tensor {shown(extra[0])} that the network does not have")
+        raise _other_architecture(file, f"it has a tensor {shown(extra[0])} that the network does not have")
 
 
-def _other_architecture(path: Path, reason: str) -> SwapError:
-    return SwapError(
-        f"{path} belongs to another network ({reason}): "
-        f"set the model section of params.yaml to what it was trained with, or train again"
-    )
+def _other_architecture(file: TensorFile, reason: str) -> SwapError:
+    if file.info:
+        remedy = "set the model section of params.yaml to what it was trained with, or train again"
+    else:
+        remedy = "name the network that it was trained with"
+    return SwapError(f"{file.path} belongs to another network ({reason}): {remedy}")

@@ -26,6 +26,7 @@ from swap_pipeline.engine.opening import PreparedData, open_data, view_of_checkp
 from swap_pipeline.engine.results import describe_model, write_result
 from swap_pipeline.errors import SwapError
 from swap_pipeline.models.networks import describe_network, load_pretrained, new_network
+from swap_pipeline.models.starting import load_start
 from swap_pipeline.runtime.environment import num_kept_epochs
 from swap_pipeline.runtime.job_folder import JobFolder
 from swap_pipeline.runtime.progress import Reporter
@@ -106,6 +107,7 @@ def run_training_job(
     run: Run,
     *,
     start: int | Path,
+    weights: Path | None = None,
     header: Mapping[str, Any],
     setting: Setting,
     optimizer: Optimizer,
@@ -116,6 +118,7 @@ def run_training_job(
 ) -> None:
     """Be one rank of a training job that starts from a seed's weights or from a checkpoint's.
 
+    `weights` is a file of the user's that replaces a seed's, but for a last layer for other classes.
     `keep` names the models to keep on the way, by epoch; of these, `averaged` go into the average beside the last.
     """
     with folder.writer(is_main=group.is_main):
@@ -125,7 +128,7 @@ def run_training_job(
         data = open_data(setting, group)
         check_view(run, data.meta)
         description = describe_network(setting.model, channels=data.meta.channels, num_classes=data.num_classes)
-        network = _network_at(start, description, pretrained=setting.model.pretrained)
+        network = _network_at(start, description, pretrained=setting.model.pretrained, weights=weights)
         run = _as_it_came(run, start)
         folder.check_inputs()
         if group.is_main:
@@ -213,10 +216,14 @@ def _scores_of_models(
     return [*found, scores(network, len(record.curve))]
 
 
-def _network_at(start: int | Path, description: Mapping[str, Any], *, pretrained: bool) -> nn.Module:
+def _network_at(
+    start: int | Path, description: Mapping[str, Any], *, pretrained: bool, weights: Path | None
+) -> nn.Module:
     network = new_network(description, seed=start if isinstance(start, int) else 0)
     if isinstance(start, Path):
         load_weights(network, start)
+    elif weights is not None:
+        load_start(network, description, weights)
     elif pretrained:
         load_pretrained(network, description)
     return network

@@ -89,7 +89,9 @@ def make_comparison(chosen: Sequence[str] | None, seeds: Sequence[int] | None) -
 
 def _wanted(methods: Methods, method: str, seed: int, workspace: Tree, stages: Tree) -> Wanted:
     params = methods.params(method, seed, workspace)
-    params["data"]["root"] = _root_for_experiments(params["data"]["root"])
+    params["data"]["root"] = _path_for_experiments("data.root", params["data"]["root"])
+    if (start := params["phase1"].get("start")) is not None:
+        params["phase1"]["start"] = _path_for_experiments("phase1.start", start)
     shared, before = {}, ""
     for stage, declared in stages.items():
         if all(isinstance(key, str) for key in declared.get("params", ())):
@@ -109,12 +111,12 @@ def _lookup(tree: Any, dotted: str) -> Any:
     return tree
 
 
-def _root_for_experiments(root: str) -> str:
+def _path_for_experiments(key: str, path: str) -> str:
     """Experiments run in folders that have only what git has: all else is found by its whole path."""
-    if not Path(root).exists():
-        raise SwapError(f"params.yaml: data.root is {root}, which does not exist: put the data there, or correct it")
-    in_git = git("ls-files", "--", root) and git("ls-files", "--others", "--", root) == ""
-    return root if in_git else str(Path(root).resolve())
+    if not Path(path).exists():
+        raise SwapError(f"params.yaml: {key} is {path}, which does not exist: put the data there, or correct it")
+    in_git = git("ls-files", "--", path) and git("ls-files", "--others", "--", path) == ""
+    return path if in_git else str(Path(path).resolve())
 
 
 def code_of(stages: Tree) -> list[str]:
@@ -135,20 +137,22 @@ def is_current(experiment: Experiment, wanted: Wanted, code: Sequence[str], data
     """Whether it would come out the same now; `data` remembers hashes of folders."""
     if experiment.params != wanted.params or differs(experiment.commit, code):
         return False
-    root = wanted.params["data"]["root"]
-    if root not in data:
-        data[root] = _hash_of(root)
-    return hashes(experiment, "deps").get(root) == data[root]
+    paths = {"prepare": wanted.params["data"]["root"], "phase1": wanted.params["phase1"].get("start")}
+    for stage, path in paths.items():
+        if path is not None and path not in data:
+            data[path] = _hash_of(path, stage)
+    made_from = hashes(experiment, "deps")
+    return all(path is None or made_from.get(path) == data[path] for path in paths.values())
 
 
-def _hash_of(root: str) -> str | None:
-    """As DVC hashes it, with DVC's memory of what it has hashed before."""
+def _hash_of(path: str, stage_name: str) -> str | None:
+    """As DVC hashes a dep of a stage, with DVC's memory of what it has hashed before."""
     from dvc.repo import Repo
 
     with Repo() as repo:
-        stage = repo.stage.load_one(name="prepare")
+        stage = repo.stage.load_one(name=stage_name)
         for dep in stage.deps:
-            if Path(dep.fs_path).resolve() == Path(root).resolve():
+            if Path(dep.fs_path).resolve() == Path(path).resolve():
                 dep.save()
                 return str(dep.hash_info.value)
     return None

@@ -18,8 +18,8 @@ from swap_pipeline.cli.plan.plan import DataFacts, Devices, NetworkFacts, Size
 from swap_pipeline.config.params import Data, Model, Optimizer, Params
 from swap_pipeline.datasets.image_folders import Tree, scan
 from swap_pipeline.datasets.parts import num_trained_on
-from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.datasets.prepare import FACTS, TEST_FOLDERS, no_copies, unknown
+from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import share_of_phase1, share_of_worker, this_machine
 from swap_pipeline.launch.jobs import Machine

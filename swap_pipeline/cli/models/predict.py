@@ -27,21 +27,13 @@ def predict(
     """For each image, all classes with their probabilities, most probable first; `own` as for `load_model`."""
     network = load_model(checkpoint, own=own)
     info = TensorFile(checkpoint).info
-    _check(info, checkpoint)
-    channels, height, width = info["shape"]
-    mean, std = (torch.tensor(info[key], dtype=torch.float32).view(-1, 1, 1) for key in ("mean", "std"))
+    check_usable(info, checkpoint)
     for path in paths:
-        image = decode(path, channels)
-        if info.get("view") is not None:  # trained on crops of files of any size: seen as test images were
-            is_square = info["test_crop"] == "square"
-            image = middle(image, (height, width) if is_square else rectangle(image.height, image.width, height))
-        elif image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        batch = (pil_to_tensor(image).float() / 255 - mean) / std
+        image = seen(path, info)
         try:
-            probabilities = network(batch[None]).softmax(dim=1)[0]
+            probabilities = network(image[None]).softmax(dim=1)[0]
         except (RuntimeError, SwapError) as error:
-            size, why = f"{image.height}×{image.width}", " ".join(str(error).split())[:300]
+            size, why = "×".join(map(str, image.shape[1:])), " ".join(str(error).split())[:300]
             raise SwapError(f"{checkpoint}: its network cannot take {path} at {size} pixels: {why}") from None
         if not probabilities.isfinite().all():
             raise SwapError(f"{checkpoint}: it has no answer to {path}, since weights are NaN or Inf: train it again")
@@ -49,7 +41,21 @@ def predict(
         yield path, [(printable(info["classes"][index])[:200], probabilities[index].item()) for index in order]
 
 
-def _check(info: Mapping[str, Any], path: Path) -> None:
+def seen(path: Path, info: Mapping[str, Any]) -> torch.Tensor:
+    """An image file as the network with this header takes it: of its size and channels, and normalised."""
+    channels, height, width = info["shape"]
+    mean, std = (torch.tensor(info[key], dtype=torch.float32).view(-1, 1, 1) for key in ("mean", "std"))
+    image = decode(path, channels)
+    if info.get("view") is not None:  # trained on crops of files of any size: seen as test images were
+        is_square = info["test_crop"] == "square"
+        image = middle(image, (height, width) if is_square else rectangle(image.height, image.width, height))
+    elif image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+    normalised: torch.Tensor = (pil_to_tensor(image).float() / 255 - mean) / std
+    return normalised
+
+
+def check_usable(info: Mapping[str, Any], path: Path) -> None:
     """That a header says what images its network takes, and what its outputs mean."""
     reason = why_no_images(info) or ("" if all(map(is_size, info["shape"])) else "shape is not one of images")
     if not reason and (info["shape"][0] not in (1, 3) or info["shape"][1] * info["shape"][2] > _MAX_PIXELS):
