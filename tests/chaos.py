@@ -678,7 +678,7 @@ def bad_worker(project: Project, stage: str, rng: random.Random, *, times: int =
     run = Running(project, "dvc", "repro", SWAP_CHAOS=json.dumps(death), PYTHONPATH=str(SABOTAGE))
     code = run.end(400)
     if times == 1:
-        if code != 0 or "phase2 seed 1: starting it once more" not in run.output:
+        if code != 0 or "phase2 seed 1: restarting it" not in run.output:
             raise LostError(f"a worker that failed once was not helped:\n{run.output}")
         return
     if code == 0 or "phase2 seed 1 failed with exit code 3" not in run.output:

@@ -74,7 +74,7 @@ def test_a_disk_that_fails_a_rank_is_said_in_a_line_after_a_second_try(finished:
 
     done = finished.stage("phase1", PYTHONPATH=path)
 
-    assert "phase1: starting it once more" in done.stdout
+    assert "phase1: restarting it" in done.stdout
     assert_one_line(done, "unexpected error in rank 0: ", "Input/output error", "'model.safetensors'", "SWAP_DEBUG=1")
     (log,) = (log for log in (finished.root / ".swap/phase1").glob("*/stderr.log") if "Traceback" in log.read_text())
     assert "Input/output error" in log.read_text()

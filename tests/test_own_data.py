@@ -147,7 +147,7 @@ def test_the_network_is_rebuilt_by_predict_from_the_file_and_the_users_code(own:
 
 def test_an_edit_to_the_network_that_dvc_does_not_know_of_is_still_another_job(own: Project) -> None:
     """The project's dvc.yaml does not list networks.py, which is said; scratch must not mix old and new code."""
-    assert "note: networks.py makes the network, but DVC does not know" in (own.root.parent / "output.txt").read_text()
+    assert "note: DVC does not know that networks.py defines the network" in (own.root.parent / "output.txt").read_text()
     before = own.bytes_of("checkpoints/phase2/seed_0/model.safetensors")
     text = (own.root / "networks.py").read_text()
     (own.root / "networks.py").write_text(text.replace("nn.Dropout(0.1)", "nn.Dropout(0.5)"))

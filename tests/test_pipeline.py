@@ -263,7 +263,7 @@ def test_a_worker_that_fails_keeps_the_others_and_is_trained_alone_the_next_time
     first = finished.dvc("repro", "--single-item", "phase2@0")
     failed = finished.dvc("repro", check=False)
 
-    assert "phase2 seed 1 failed and will be tried again at its turn" in first
+    assert "phase2 seed 1 failed; it will be tried again when its turn comes" in first
     assert "RuntimeError: injected" in failed
     assert "failed to reproduce 'phase2@1'" in failed
     assert finished.trained("phase2") == 5

@@ -286,7 +286,7 @@ def test_scratch_that_is_deleted_while_workers_train_costs_time_but_no_file(
 
     output = launcher.communicate(timeout=300)[0]
 
-    assert launcher.returncode == 0 and "phase2 seed 0: starting it once more" in output
+    assert launcher.returncode == 0 and "phase2 seed 0: restarting it" in output
     for name in ("epoch_1", "model"):
         file = f"checkpoints/phase2/seed_0/{name}.safetensors"
         assert project.bytes_of(file) == undisturbed.bytes_of(file)

@@ -235,7 +235,7 @@ def test_a_damaged_result_in_scratch_is_set_aside_and_made_again(
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     assert re.fullmatch(
-        r"warning: \S+/(result-\w+) is damaged \(.+\): it is set aside as \1.damaged and made again", warning
+        r"warning: \S+/(result-\w+) is damaged \(.+\): renamed to \1.damaged; it will be made again", warning
     )
     assert "phase1: resuming after epoch 3" in done.stdout and "phase1: epoch" not in done.stdout
     assert result.with_suffix(".damaged").exists()

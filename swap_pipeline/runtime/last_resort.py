@@ -27,7 +27,7 @@ def remedy_of(error: BaseException) -> str:
         return ""
     where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "what was being written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{where}: no space is left on the disk: make room, {_AGAIN}"
+        return f"{where}: no space left on the disk: make room, {_AGAIN}"
     if error.errno == errno.EFBIG:
         return f"{where}: a file grew beyond the size limit: raise the limit (`ulimit -f`), {_AGAIN}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
