@@ -156,7 +156,7 @@ def test_what_a_larger_machine_or_cluster_trained_is_needed_too(here: Path) -> N
 
     assert all(entry.is_needed for entry in (*known, *unknown))
     assert [entry.why for entry in unknown if "perhaps needed" in entry.why] == [
-        "finished, perhaps needed (it does not say which run it is of)"
+        "finished, perhaps needed (no description of its run)"
     ]
 
 

@@ -192,7 +192,7 @@ def test_a_harmed_data_set_is_refused_with_the_command_that_brings_it_back(
         with (tmp_path / "data" / SHIPPED.name).open("r+b") as file:
             file.truncate(1_000_000)
 
-    with pytest.raises(SwapError, match=r"data/fashion-mini\.safetensors is missing or damaged: `git checkout"):
+    with pytest.raises(SwapError, match=r"data/fashion-mini\.safetensors is missing or damaged: run `git checkout"):
         prepare(settings("fashion-mini"), tmp_path / "prepared")
 
     assert not (tmp_path / "prepared").exists()

@@ -50,7 +50,7 @@ def test_what_is_in_the_place_of_a_folder_is_named(finished: Project, name: str,
     assert callable(put)
     put(path)
 
-    assert_one_line(finished.stage("phase1"), f"phase1: {name} is not a folder, but there must be one")
+    assert_one_line(finished.stage("phase1"), f"phase1: {name} must be a folder, but is something else")
 
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE"])

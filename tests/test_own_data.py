@@ -147,7 +147,8 @@ def test_the_network_is_rebuilt_by_predict_from_the_file_and_the_users_code(own:
 
 def test_an_edit_to_the_network_that_dvc_does_not_know_of_is_still_another_job(own: Project) -> None:
     """The project's dvc.yaml does not list networks.py, which is said; scratch must not mix old and new code."""
-    assert "note: DVC does not know that networks.py defines the network" in (own.root.parent / "output.txt").read_text()
+    output = (own.root.parent / "output.txt").read_text()
+    assert "note: DVC does not know that networks.py defines the network" in output
     before = own.bytes_of("checkpoints/phase2/seed_0/model.safetensors")
     text = (own.root / "networks.py").read_text()
     (own.root / "networks.py").write_text(text.replace("nn.Dropout(0.1)", "nn.Dropout(0.5)"))
@@ -232,7 +233,7 @@ def test_loaders_of_a_killed_rank_end_too(own: Project) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"phase1.image_size": None}, "phase1.image_size is missing: these images are read from files of any size"),
+        ({"phase1.image_size": None}, "phase1.image_size is missing: images come from files of any size"),
         ({"phase1.image_size": 2}, "augment.cutout is 3, larger than the images (2 pixels): lower it"),
         ({"model.name": "networks:tinny"}, "tiny"),
         ({"phase1.batch_size": [[0, 8], [1, 5]]}, "phase1.batch_size is 5, which 2 shards cannot share equally"),

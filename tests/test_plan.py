@@ -461,7 +461,7 @@ def test_without_batch_norm_phase_3_only_averages() -> None:
     plan = plan_of({}, network=NetworkFacts(**{**vars(NETWORK), "num_batch_norms": 0}))
     assert (plan.phase3.batches, plan.phase3.samples, plan.phase3.flops) == (0, 0, 0)
     assert expected_times(plan, at(1_000)).phase3.seconds == 0
-    assert any("no statistics to compute" in note for note in plan.notes)
+    assert any("no batch norm: phase 3 only averages" in note for note in plan.notes)
 
 
 def test_one_image_that_is_left_joins_the_batch_before_it() -> None:
@@ -663,8 +663,8 @@ def test_a_speed_that_was_measured_on_something_else_is_named_as_such() -> None:
     plan = plan_of({})
     core = Throughput(images_per_second=5.5, image_size=(32, 32), source="one core", measured_on="CPU core")
     text = text_of(Forecast(title="a plan", plan=plan, throughput=core, times=expected_times(plan, core)))
-    assert "at 5.50 images a second on each device at 32×32 px (one core)" in " ".join(text.split())
-    assert "That was a CPU core, not a GPU: give --images-per-second" in " ".join(text.split())
+    assert "at 5.50 images/s per device at 32×32 px (one core)" in " ".join(text.split())
+    assert "That was a CPU core, not a GPU: pass --images-per-second" in " ".join(text.split())
     assert "That was" not in text_of(forecast(plan))
 
 

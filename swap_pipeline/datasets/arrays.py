@@ -52,7 +52,7 @@ def _fashion_mini(_root: str) -> Source:
         file = TensorFile(FASHION_MINI)
         return Source(classes=tuple(file.info["classes"]), **{key: file.read(key) for key in keys})
     except (SwapError, KeyError, TypeError):
-        raise SwapError(f"{FASHION_MINI} is missing or damaged: `git checkout {FASHION_MINI}` brings it back") from None
+        raise SwapError(f"{FASHION_MINI} is missing or damaged: run `git checkout {FASHION_MINI}`") from None
 
 
 def _fashion_mnist(root: str) -> Source:

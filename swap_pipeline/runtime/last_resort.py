@@ -33,7 +33,7 @@ def remedy_of(error: BaseException) -> str:
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"{where} cannot be used ({error.strerror}): give this user read and write permission, {_AGAIN}"
     if error.errno in (errno.EEXIST, errno.ENOTDIR) and (obstacle := _obstacle(Path(where))):
-        return f"{obstacle} is not a folder, but there must be one: move it elsewhere, {_AGAIN}"
+        return f"{obstacle} must be a folder, but is something else: move it elsewhere, {_AGAIN}"
     return ""
 
 

@@ -87,9 +87,7 @@ class Sbatch:
         ]
         for work in alive:
             state = states[work.ticket]
-            display.say(
-                f"{work.job.name}: Slurm job {state.id} is already {state.word.lower()}, waiting for it"
-            )
+            display.say(f"{work.job.name}: Slurm job {state.id} is already {state.word.lower()}, waiting for it")
         self._queue.states |= states
         return alive
 
