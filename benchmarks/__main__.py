@@ -1,6 +1,6 @@
 """python -m benchmarks
 
-Measures, prints the table and keeps it in benchmarks/results.json.
+Runs the benchmarks, prints the table and saves it in benchmarks/results.json.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
 
 
 @click.command(
-    help="Measure how fast this pipeline is against a bare loop, a limit and what others would use.\n\n"
-    "\b\nWhat is measured, by NAME:\n"
+    help="Measure this pipeline's speed against a bare loop, a limit and other libraries.\n\n"
+    "\b\nBenchmarks, by NAME:\n"
     f"{_LISTED}\n\n"
-    "What is compared takes turns, after a round that does not count; figures are medians, ratios are formed round by "
-    "round. Rows are kept as they come, so a run that is ended keeps what it had; without --only, those of before go. "
-    "It takes 4 GB of disk while it runs.",
+    "Things that are compared take turns, after a warm-up round; values are medians, and ratios are computed for each "
+    "round. Rows are saved one by one, so an interrupted run keeps its rows; without --only, old rows are removed. "
+    "Needs 4 GB of disk while it runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.option(
@@ -52,31 +52,29 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
     multiple=True,
     metavar="NAME",
     type=click.Choice(list(FAMILIES)),
-    help="Only this; may be repeated. Other rows stay as they are.",
+    help="Only this one; may be repeated. Other rows are kept.",
 )
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="How often each thing is measured."
-)
-@click.option("--quick", is_flag=True, help="Tiny sizes, a minute or two: shows that it works, not how fast.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds of measurements.")
+@click.option("--quick", is_flag=True, help="Tiny sizes, a minute or two: only checks that benchmarks run.")
 @click.option(
     "--cifar",
     type=click.Path(exists=True, path_type=Path),
-    help="CIFAR-10 as images, train/<class>/*.jpg and test/<class>/*.jpg: a folder, or a tar of one; its rows are left "
-    "out without it.",
+    help="CIFAR-10 as images, train/<class>/*.jpg and test/<class>/*.jpg: a folder, or a tar of one; without "
+    "it, its rows are left out.",
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=ROOT / ".swap" / "bench",
-    help="Where files are made that are measured, and removed again.  [default: .swap/bench]",
+    help="Folder for temporary files.  [default: .swap/bench]",
 )
 @click.option(
     "--results",
     "path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where the rows are kept.  [default: benchmarks/results.json; with --quick results.json in --folder]",
+    help="File for the rows.  [default: benchmarks/results.json; with --quick, results.json in --folder]",
 )
-@click.option("--show", is_flag=True, help="Print the table of the rows that are kept, and measure nothing.")
+@click.option("--show", is_flag=True, help="Only print the table of the saved rows.")
 def main(
     names: tuple[str, ...], rounds: int, quick: bool, cifar: Path | None, folder: Path, path: Path | None, show: bool
 ) -> None:
@@ -84,7 +82,7 @@ def main(
         path = folder / "results.json" if quick else results.RESULTS
     if not show:
         if not names:
-            path.unlink(missing_ok=True)  # the rows of one run, and none of those before
+            path.unlink(missing_ok=True)  # only rows of this run
         failed = measure(names or tuple(FAMILIES), rounds=rounds, quick=quick, cifar=cifar, folder=folder, path=path)
     if not path.exists():
         raise click.ClickException(f"there is no {path}: measure first")
@@ -96,7 +94,7 @@ def main(
 def measure(
     names: tuple[str, ...], *, rounds: int, quick: bool, cifar: Path | None, folder: Path, path: Path
 ) -> list[str]:
-    """Measure these families one after the other; returns those that failed."""
+    """Run these benchmarks one after another; returns those that failed."""
     failed = []
     facts = {**about(), "rounds": rounds, "quick": quick}
     for number, name in enumerate(names, start=1):
@@ -111,7 +109,7 @@ def measure(
                 results.keep(path, facts, [row], order=list(FAMILIES))
                 median = "–" if row.ratio is None else results.number(row.ratio.median)
                 print(f"  {row.what}: {median}", file=sys.stderr, flush=True)
-        except Exception as error:  # one that fails must not cost the rest
+        except Exception as error:  # the rest must still run
             failed.append(name)
             print(f"  failed: {error}", file=sys.stderr, flush=True)
         finally:

@@ -1,20 +1,20 @@
 """Image folders: our loader against torchvision's reference style, ImageFolder with per-image transforms.
 
-Loading alone, without a network: normalised batches, an epoch of them, with as many loader processes on both sides as
-there are cores. Everything has been read before, so files come from the page cache.
+Loading alone, without a network: an epoch of normalised batches, with as many loader processes as cores on both sides.
+Everything has been read before, so files come from the page cache.
 
 - CIFAR-10 as a folder of small JPEGs (`--cifar`): images of one size that fit into memory are decoded once, by
-  `prepare`, so an epoch decodes nothing; the seconds of `prepare` stand in the note. And the same files left where they
-  are (`data.max_gb_in_memory: 0`), so that both decode in every epoch.
-- JPEGs of 256 pixels, generated, left in their files: what takes the time is decoding, for which both use Pillow, and
+  `prepare`, so an epoch decodes nothing; the seconds of `prepare` are in the note. Also the same images read from files
+  (`data.max_gb_in_memory: 0`), so that both decode in every epoch.
+- Generated JPEGs of 256 pixels, read from files: most time goes into decoding, for which both use Pillow, and into
   resizing a random crop.
 
-Learned: one uint8 batch from each loader process, normalised and flipped as a whole, instead of float images that are
-handled one by one and stacked, gave 1.22 at 256 pixels and 1.11 at 32. What was left was Pillow's resizing, which takes
-as long as its decoding (480 µs and 400 µs, one image of 256 pixels, busy machine): torch resizes uint8 images whose
-channels come last in 90 µs. Then at 256 pixels it was 1.36, at 32 still 1.11: there, decoding takes 40 µs of 370 for an
-image, and what takes the time is Python. Where a crop lies is now worked out without torch's scalars, and the whole
-takes 225 µs, half of it in Pillow's Python that opens a file.
+Learned: one uint8 batch from each loader process, normalised and flipped as a whole, instead of float images handled
+one by one and stacked, gave 1.22 at 256 pixels and 1.11 at 32. Pillow's resizing then took as long as its decoding
+(480 µs and 400 µs, one image of 256 pixels, busy machine): torch resizes channels-last uint8 images in 90 µs. That gave
+1.36 at 256 pixels, but still 1.11 at 32: there, decoding takes 40 µs of an image's 370, and most of the rest is Python.
+The position of a crop is now computed without torch scalars, and the total is 225 µs, half of it in Pillow's Python
+code that opens a file.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _cifar(options: Options) -> Iterator[Row]:
 
 
 def _folder_of(path: Path, options: Options) -> Path:
-    """The folder with `train` and `test`, after unpacking it where `path` is a tar."""
+    """The folder with `train` and `test`, unpacked if `path` is a tar."""
     folder = path.resolve()
     if path.is_file():
         folder = options.scratch / "unpacked"
@@ -96,7 +96,7 @@ def _folder_of(path: Path, options: Options) -> Path:
 
 
 def draw(folder: Path, *, number: int, size: int) -> None:
-    """Smooth shapes with some noise, which compress about as photographs do; the last tenth is for testing."""
+    """Smooth shapes with some noise, which compress about like photographs; the last tenth is for testing."""
     chance = np.random.default_rng(0)
     for index in range(number):
         coarse = chance.integers(0, 256, (9, 9, 3), dtype=np.uint8)
@@ -123,7 +123,7 @@ def _in_turns(options: Options, name: str, root: Path, *, view: int | None, batc
 
 
 def in_turns(*, root: str, prepared: str, view: int | None, batch_size: int, most: int, rounds: int) -> dict[str, Any]:
-    """In a child: images a second of both, over at most so many images."""
+    """In a child: images per second of both, over at most `limit` images."""
     from swap_pipeline.config.params import Augment, Data
     from swap_pipeline.data.epochs import draw_epoch
     from swap_pipeline.data.images import read_images
@@ -177,7 +177,7 @@ def in_turns(*, root: str, prepared: str, view: int | None, batch_size: int, mos
 
 
 def _torchvision_loader(root: Path, *, view: int | None, batch_size: int, number: int, meta: Any) -> Any:
-    """As torchvision's reference scripts have it, with Pillow."""
+    """As in torchvision's reference scripts, with Pillow."""
     from torch.utils.data import DataLoader, Subset
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
@@ -202,6 +202,6 @@ def _torchvision_loader(root: Path, *, view: int | None, batch_size: int, number
         Subset(dataset, chosen),
         batch_size=batch_size,
         shuffle=True,
-        num_workers=torch.get_num_threads(),  # as many as ours has
+        num_workers=torch.get_num_threads(),  # as many as ours
         persistent_workers=True,
     )
