@@ -379,7 +379,7 @@ def test_parameters_that_nothing_depends_on_are_named_for_several_ranks() -> Non
     network = small_network()
     network.add_module("spare", nn.Linear(2, 2))
     used = nn.Sequential(*list(network)[:-1])
-    with pytest.raises(SwapError, match=r"nothing depends on \(spare\.weight, spare\.bias\), .* SWAP_NPROC=1"):
+    with pytest.raises(SwapError, match=r"unused parameters \(spare\.weight, spare\.bias\), .* SWAP_NPROC=1"):
         check_that_all_learn(network, used(torch.zeros(2, 1, 8, 8)).sum())
 
 

@@ -44,13 +44,13 @@ def predict(
             size, why = f"{image.height}×{image.width}", " ".join(str(error).split())[:300]
             raise SwapError(f"{checkpoint}: its network cannot take {path} at {size} pixels: {why}") from None
         if not probabilities.isfinite().all():
-            raise SwapError(f"{checkpoint}: it has no answer to {path}, since weights are NaN or Inf: train it again")
+            raise SwapError(f"{checkpoint}: no result for {path}, since weights are NaN or Inf: train it again")
         order = probabilities.argsort(descending=True).tolist()
         yield path, [(printable(info["classes"][index])[:200], probabilities[index].item()) for index in order]
 
 
 def _check(info: Mapping[str, Any], path: Path) -> None:
-    """That a header says what images its network takes, and what its outputs mean."""
+    """Check that a header describes the network's images and outputs."""
     reason = why_no_images(info) or ("" if all(map(is_size, info["shape"])) else "shape is not one of images")
     if not reason and (info["shape"][0] not in (1, 3) or info["shape"][1] * info["shape"][2] > _MAX_PIXELS):
         reason = "shape is not one of grey or RGB images of a size that can be handled"
@@ -60,4 +60,4 @@ def _check(info: Mapping[str, Any], path: Path) -> None:
     if not reason and view_in(info, path) is not None and info.get("test_crop") not in ("square", "rectangle"):
         reason = "test_crop is neither square nor rectangle"
     if reason:
-        raise SwapError(f"{path} does not say how to use its network ({reason}): take the file as it was trained")
+        raise SwapError(f"{path} does not describe how to use its network ({reason}): use the original file")
