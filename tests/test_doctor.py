@@ -149,7 +149,7 @@ def test_missing_data_is_told_with_what_will_happen(here: Project) -> None:
     assert "cifar-10-binary.tar.gz will be downloaded" in found("data", "note")[0]
 
     (here.root / "data/raw/cifar-10-binary.tar.gz").write_bytes(b"x")
-    assert "its official files are there" in found("data", "ok")[0]
+    assert "found its official files" in found("data", "ok")[0]
 
 
 @pytest.mark.parametrize(("finished_before", "status"), [(False, "problem"), (True, "note")])

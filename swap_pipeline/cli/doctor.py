@@ -280,7 +280,7 @@ def _data(params: Params | None) -> Iterator[Finding]:
     elif missing:
         yield _note("data", f"{data.name}: {', '.join(missing)} will be downloaded, unless you put it into {data.root}")
     else:
-        yield _ok("data", f"{data.name}: its official files are in {data.root}")
+        yield _ok("data", f"{data.name}: found its official files")
 
 
 def _plan_and_disk(params: Params | None) -> Iterator[Finding]:

@@ -50,7 +50,7 @@ def predict(
 
 
 def _check(info: Mapping[str, Any], path: Path) -> None:
-    """Check that a header describes the network's images and outputs."""
+    """That a header says what images its network takes, and what its outputs mean."""
     reason = why_no_images(info) or ("" if all(map(is_size, info["shape"])) else "shape is not one of images")
     if not reason and (info["shape"][0] not in (1, 3) or info["shape"][1] * info["shape"][2] > _MAX_PIXELS):
         reason = "shape is not one of grey or RGB images of a size that can be handled"

@@ -130,7 +130,7 @@ class _Reader(Dataset[Any]):
         one_each = all(values.shape == self.labels.shape for values in (self._ends, self.heights, self.widths))
         rising = one_each and self._ends[0] > 0 and bool((self._ends[1:] > self._ends[:-1]).all())
         if not rising or self._paths.shape != (self._ends[-1],) or min(self.heights.min(), self.widths.min()) < 1:
-            raise SwapError(f"{index.path} lacks the images' paths: delete it and run `dvc repro`")
+            raise SwapError(f"{index.path} does not say where each image is: delete it and run `dvc repro`")
 
     def path(self, index: int) -> Path:
         """An image's path, which must be inside the data set's folder."""
@@ -178,7 +178,7 @@ class FileImages:
     ) -> None:
         index = open_split(folder, split, meta, _INDEX)
         if not root.is_dir():
-            raise SwapError(f"params.yaml: data.root is {str(root)!r}, which is not a folder: set it to your images")
+            raise SwapError(f"params.yaml: data.root is {str(root)!r}, which is no folder: name that of the images")
         reader = _Reader(root, meta, index)
         self._heights, self._widths = reader.heights, reader.widths
         self._channels = meta.channels

@@ -360,7 +360,7 @@ def _submit(executor: ProcessPoolExecutor, function: Callable[..., Result], call
 
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar in a terminal; elsewhere a line now and then, if it takes long."""
+    """A bar where there is a terminal; elsewhere a line now and then, if it takes long."""
     done, next_time = 0, time.monotonic() + 10.0
     if not sys.stderr.isatty():
 

@@ -252,7 +252,7 @@ def _tensors(split: FolderSplit, looks: Looks, channels: int) -> dict[str, torch
 
 
 def _index(split: FolderSplit, looks: Looks) -> dict[str, torch.Tensor]:
-    """The images' paths and properties; all paths in one row of bytes, with the position where each ends."""
+    """Where the images are and what they were like; all paths in one row of bytes, and where each of them ends."""
     paths = [path.encode() for path in split.paths]
     ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
     arrays = {

@@ -54,7 +54,7 @@ class State:
     group: Group
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of a snapshot at the end of an epoch, when they are equal on all ranks and shards."""
+        """All tensors of a snapshot at the end of an epoch, when all ranks and shards have the same."""
         tensors = {f"network.{key}": tensor for key, tensor in self.network.state_dict().items()}
         tensors |= {f"momentum.{key}": tensor for key, tensor in self.sgd.momentum().items()}
         if self.mean is not None:
@@ -120,7 +120,7 @@ def keep(run: Run, writer: SnapshotWriter, state: State, curve: list[Epoch], beg
 def _misfit(
     run: Run, state: State, num_images: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]
 ) -> str:
-    """Why a snapshot is not this run's; empty if it is."""
+    """Why a snapshot cannot be this run's; empty if it can."""
     expected = state.layout(within_epoch="begun" in info)
     for key in sorted(expected.keys() ^ tensors.keys()):
         return f"{'it lacks' if key in expected else 'it has'} a tensor {shown(key)}"

@@ -31,8 +31,8 @@ class Sgd:
         self.scaler, self._clip_norm = scaler, optimizer.clip_norm
         self._settings: dict[str, Any] = {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
         spared = _spared_from_decay(network, norms=not optimizer.decay_norms, biases=not optimizer.decay_biases)
-        # Laid out like the parameters, as the fused step requires. torch itself would take it from uninitialised memory
-        # if the first step is skipped.
+        # Laid out like the parameters: the fused step walks both side by side. Left to torch, it would take them from
+        # uninitialised memory if it is called off the first time.
         with_momentum = self._named.items() if optimizer.momentum else ()
         self._momentum = {name: torch.zeros_like(parameter) for name, parameter in with_momentum}
         # By weight decay and type, since the fused step takes one of each.
@@ -157,7 +157,7 @@ class FiniteGuard:
         self._run, self._precision = run, precision
         self._tolerance = tolerance
         self._on_end = 0
-        # For each step since the last check, 1.0 if its gradients were not finite; kept on the device until then.
+        # Of each step since the last look 1.0 if its gradients were not finite; they stay on the device until then.
         self._flags = torch.zeros(1 if device.type == "cpu" else 50, device=device)
         self._steps: list[tuple[int, int]] = []
         self._one = torch.ones((), device=device)
@@ -169,7 +169,7 @@ class FiniteGuard:
             _CHECK(gradients, flag, self._one)
         else:  # documented functions, which take several times as long
             largest = nn.utils.get_total_norm(gradients, math.inf)
-            flag.copy_((largest - largest).ne(0))  # Inf − Inf is NaN
+            flag.copy_((largest - largest).ne(0))  # Inf less itself is NaN
         self._steps.append((epoch, step))
         if len(self._steps) == len(self._flags):
             self.check()

@@ -1,8 +1,8 @@
 """The shards of a batch: each is normalised separately, as if on its own device, on any number of devices.
 
-A rank computes its shards one after another and sums their gradients. Batch norm's running statistics are kept per
-shard; the result is their mean over all shards. The update is linear, so it does not matter whether that mean is taken
-after every step or once at the end of an epoch.
+A rank computes its shards one after another and adds up their gradients. Batch norm's running statistics are kept for
+each shard apart; what counts in the end is their mean over all shards. The update is linear, so it does not matter
+whether that mean is taken after every step or once at the end of an epoch.
 """
 
 from __future__ import annotations
