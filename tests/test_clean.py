@@ -64,7 +64,7 @@ def test_what_other_params_made_goes_and_the_rest_is_found_by_the_next_run(here:
     assert not stale.exists()
     assert stages_in_scratch() == ALL_JOBS
     again = finished.stage("phase1")
-    assert "trained before, taken from" in again.stdout, again.stderr
+    assert "already trained, taken from" in again.stdout, again.stderr
 
 
 def test_a_seed_that_is_no_longer_listed_is_stale_and_one_that_is_stays(here: Path, finished: Project) -> None:

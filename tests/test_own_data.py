@@ -153,7 +153,7 @@ def test_an_edit_to_the_network_that_dvc_does_not_know_of_is_still_another_job(o
     text = (own.root / "networks.py").read_text()
     (own.root / "networks.py").write_text(text.replace("nn.Dropout(0.1)", "nn.Dropout(0.5)"))
     done = own.stage("phase2", "--seed", "0")
-    assert done.returncode == 0 and "trained before" not in done.stdout
+    assert done.returncode == 0 and "already trained" not in done.stdout
     assert own.bytes_of("checkpoints/phase2/seed_0/model.safetensors") != before
     listed = (
         (own.root / "dvc.yaml")

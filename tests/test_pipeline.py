@@ -286,7 +286,7 @@ def test_an_unexpected_error_shows_the_rank_s_own_traceback(finished: Project) -
 def test_a_stage_run_again_by_hand_changes_nothing_and_says_where_the_result_is_from(finished: Project) -> None:
     for stage in (["phase1"], ["phase2", "--seed", "0"], ["phase1"]):
         done = finished.stage(*stage)
-        assert "trained before, taken from" in done.stdout
+        assert "already trained, taken from" in done.stdout
     assert finished.run("git", "status", "--porcelain").stdout == ""
     assert "up to date" in finished.dvc("status", "dvc.yaml")
 

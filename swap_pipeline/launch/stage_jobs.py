@@ -142,6 +142,9 @@ def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[I
         fills_all = own.num_devices == this_machine().num_devices and places_per_device(asked, own.device_type) == 1
         alone = launcher().shares_devices and fills_all
         beside = [] if alone else pending(others, asked=asked)
+        if beside:
+            names = ", ".join(other.name for other in beside)
+            print(f"{own.name}: also training {names}, as devices allow", flush=True)
         failures = run_jobs([own, *(job(other) for other in beside)])
         for name in sorted(failures.keys() - {own.name}):
             print(f"{name} failed; it will be tried again when its turn comes", file=sys.stderr, flush=True)
@@ -164,7 +167,7 @@ def _say_unlisted(job: Job) -> None:
 
 
 def _say_taken(job: Job) -> None:
-    print(f"{job.name}: trained before, taken from {job.folder.path} (delete that folder to train again)", flush=True)
+    print(f"{job.name}: already trained, taken from {job.folder.path} (delete that folder to train again)", flush=True)
 
 
 def _allow_open_files() -> None:
