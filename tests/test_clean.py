@@ -1,4 +1,4 @@
-"""`swap clean`: what no listed run needs goes, what is needed or at work stays."""
+"""`swap clean`: removes what no run needs, keeps what is needed or running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nobody foresaw: one line that says what was being done, and SWAP_DEBUG=1 for the place in the code."""
+"""Unexpected errors: one line that names the operation, and a traceback with SWAP_DEBUG=1."""
 
 from __future__ import annotations
 

@@ -474,7 +474,7 @@ def test_options_that_load_something_or_are_set_elsewhere_are_refused(name: str,
 
 @pytest.mark.parametrize("value", [{"a": 1}, [[{"a": 1}]], float("nan"), float("inf"), object()])
 def test_options_of_libraries_are_plain_values(value: Any) -> None:
-    with pytest.raises(SwapError, match=r"^params\.yaml: model\.options\.block is .*options are numbers"):
+    with pytest.raises(SwapError, match=r"^params\.yaml: model\.options\.block is .*options can be numbers"):
         describe("timm:test_resnet", options={"block": value})
 
 
@@ -826,7 +826,7 @@ def test_published_weights_of_torchvision_are_taken_but_for_the_classifier(
     for key, tensor in network.state_dict().items():
         assert torch.equal(tensor, before.state_dict()[key] if key in new else tensors[key]), key
     (line,) = capsys.readouterr().out.splitlines()
-    assert line == f"published weights of torchvision:squeezenet1_1: all but {', '.join(new)}, which stay new"
+    assert line == f"published weights of torchvision:squeezenet1_1: all but {', '.join(new)}, which start at random"
 
 
 def test_published_weights_are_taken_whole_where_the_number_of_classes_is_theirs(
@@ -888,7 +888,7 @@ def test_published_weights_of_timm_are_taken_but_for_the_classifier(
         tensors["conv1.0.weight"] = tensors["conv1.0.weight"].sum(dim=1, keepdim=True)
     for key, tensor in network.state_dict().items():
         torch.testing.assert_close(tensor, before.state_dict()[key] if key.startswith("fc.") else tensors[key])
-    assert "all but fc.weight, fc.bias, which stay new" in capsys.readouterr().out
+    assert "all but fc.weight, fc.bias, which start at random" in capsys.readouterr().out
 
 
 def test_weights_are_downloaded_once_into_the_project(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def own_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture
 def own(own_project: Project, tmp_path: Path) -> Project:
-    """A copy of it, photos and all, to go on from."""
+    """A copy of it, including the photos, to work on."""
     shutil.copytree(own_project.root.parent / "photos", tmp_path / "photos")
     shutil.copy(own_project.root.parent / "output.txt", tmp_path / "output.txt")
     copy = own_project.copy_to(tmp_path / "project")

@@ -341,7 +341,7 @@ def test_what_was_not_analysed_is_told_with_the_remedy() -> None:
     text = analysis_page(records, drawings={d.name: d for d in drawings}, pictures={"workers_accuracy": b""})
     assert "The plane workers is left out: only 2 &lt;workers&gt;." in text
     assert "<code>phase1.keep_epochs</code>" in text
-    assert "add to <code>workers.seeds</code>" in text
+    assert "add seeds to <code>workers.seeds</code>" in text
 
 
 def test_a_report_of_missing_records_ends_in_one_line(tmp_path: Path) -> None:

@@ -268,9 +268,9 @@ def test_a_worker_that_fails_keeps_the_others_and_is_trained_alone_the_next_time
     assert "failed to reproduce 'phase2@1'" in failed
     assert finished.trained("phase2") == 5
     (finished.root / "broken").unlink()
-    mended = finished.dvc("repro")
-    assert "phase2 seed 1: epoch 2/2" in mended
-    assert "phase2 seed 2: epoch" not in mended
+    fixed = finished.dvc("repro")
+    assert "phase2 seed 1: epoch 2/2" in fixed
+    assert "phase2 seed 2: epoch" not in fixed
 
 
 def test_an_unexpected_error_shows_the_rank_s_own_traceback(finished: Project) -> None:

@@ -203,7 +203,7 @@ def test_metrics_and_tables_are_of_test_images_with_validation_to_choose_by(vali
     table = (validated.root / "report/summary.md").read_text()
     assert "| test accuracy | test loss | validation accuracy | seconds |" in table
     page = " ".join((validated.root / "report/index.html").read_text().split())
-    assert "made on 40 validation images" in page and "200 training, 40 validation, 120 test" in page
+    assert "use 40 validation images" in page and "200 training, 40 validation, 120 test" in page
     rows = (validated.root / "report/figures/training.csv").read_text().splitlines()
     assert rows[0] == "run,epoch,learning_rate,accuracy"
 

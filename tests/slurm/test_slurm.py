@@ -110,7 +110,7 @@ def model(project: Project, phase: str) -> bytes:
 
 
 def workers_overlap(project: Project) -> bool:
-    """Whether there was a time when all workers of phase 2 were at work."""
+    """Whether all workers of phase 2 were running at the same time."""
     began, ended = zip(*(project.json(f"metrics/phase2/seed_{seed}.json")["ran"] for seed in (0, 1)), strict=True)
     return bool(max(began) < min(ended))
 

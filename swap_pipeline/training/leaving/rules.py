@@ -101,7 +101,7 @@ def _plateau(run: Run, curve: Sequence[Epoch]) -> str:
     since = len(losses) - 1 - best
     if since < run.leaving.patience:
         return ""
-    return f"validation loss {losses[best]:.4f} after epoch {best + 1}, not lower in the {since} epochs since"
+    return f"validation loss {losses[best]:.4f} after epoch {best + 1}, not lower in {since} epochs since"
 
 
 def _qsr(run: Run, curve: Sequence[Epoch]) -> str:
