@@ -35,7 +35,7 @@ from swap_pipeline.runtime.progress import Reporter, time_left
 from swap_pipeline.storage.files import write_json
 from swap_pipeline.storage.weights import load_weights
 
-# Points are saved every so many seconds, which is all that a kill can cost.
+# Interval at which points are saved, which limits what a kill can cost.
 _SECONDS_A_PIECE = 1.0
 
 

@@ -58,7 +58,7 @@ class FolderSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """What lies in a folder of images."""
+    """The contents of a folder of images."""
 
     root: Path
     classes: tuple[str, ...]

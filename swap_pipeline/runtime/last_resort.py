@@ -38,7 +38,7 @@ def remedy_of(error: BaseException) -> str:
 
 
 def _obstacle(path: Path) -> Path | None:
-    """The file or broken link that stands in place of a folder on the way to `path`."""
+    """The file or broken link in place of a folder on the way to `path`."""
     ways = [path, *path.parents]
     return next((way for way in reversed(ways) if os.path.lexists(way) and not way.is_dir()), None)
 

@@ -167,7 +167,7 @@ def _info_after(
     header: Mapping[str, Any],
     epoch: int,
 ) -> dict[str, Any]:
-    """The header of the run's model after so many epochs."""
+    """The header of the run's model after `epoch` epochs."""
     view = run.view(max(0, epoch - 1))
     shape, test_crop = data.train.image_shape(view), setting.augment.test_crop
     about = describe_model(description, data.meta, image_shape=shape, view=view, test_crop=test_crop)

@@ -42,7 +42,7 @@ class Run:
     leaving: Leaving = Leaving()
     """by which rule it ends before its last epoch; by default, by none"""
     chance: str = ""
-    """for people, where the name does not tell it: which seed of `params.yaml` it is"""
+    """for the user: which seed of `params.yaml` it is, if the name does not tell"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Record:
     stopped_by: str
     """the rule that ended it: `accuracy` (τ was passed), …; or `epochs` (the maximum was reached)"""
     left: str
-    """the same for people, with what it was decided by"""
+    """the same for the user, with the reason"""
     score: Score
     """of the network that is the result, on held-out images"""
     forks: tuple[Mapping[str, float], ...] = ()
