@@ -1,6 +1,6 @@
 # `make run` trains with SWAP end to end; `make test` checks the code; `make help` lists the rest. Each creates the
-# environment it needs. `make VENV=<folder> run` uses an environment that exists already. `make TORCH=2.10.0 run` makes
-# one with another torch, for GPUs or drivers that the tested one does not fit (docs/gpus.md).
+# environment it needs. `make VENV=<folder> run` uses an existing environment. `make TORCH=2.10.0 run` creates one with
+# another torch, for GPUs or drivers that the tested one does not support (docs/gpus.md).
 
 VENV ?= .venv$(addprefix -torch-,$(TORCH))
 PYTHON ?= python3
@@ -19,7 +19,7 @@ run: $(STAMP) ## train end to end; the default
 	@$(RUN) swap check
 	@$(RUN) dvc repro
 
-analysis: $(STAMP) ## look inside a finished run: landscapes, gradient directions, subsets of workers
+analysis: $(STAMP) ## analyse a finished run: landscapes, gradient directions, subsets of workers
 	@$(RUN) dvc --cd analysis repro
 
 test: lint ## linters, types and the quick tests
@@ -28,10 +28,10 @@ test: lint ## linters, types and the quick tests
 test-long: $(STAMP) ## whole pipelines, comparisons and analyses under DVC, pages in a browser
 	@$(RUN) python -m pytest -n 2 --dist worksteal -m long
 
-test-gpu: $(STAMP) ## what needs GPUs; says what it skips for want of them
+test-gpu: $(STAMP) ## tests that need GPUs; lists those it skips
 	@$(RUN) python -m pytest -rs -m gpu tests/gpu
 
-test-oldest: ## the tests that compute, keep and resume, with the oldest torch, in an environment of its own (6 GB)
+test-oldest: ## training, averaging and resuming with the oldest supported torch, in its own environment (6 GB)
 	@$(MAKE) TORCH=$(OLDEST_TORCH) test-torch
 
 .PHONY: test-torch
@@ -39,7 +39,7 @@ test-torch: $(STAMP)
 	@$(RUN) python -m pytest -n 2 --dist worksteal -m "not long" $(patsubst %,tests/test_%.py, \
 	  training shards batchnorm averaging checkpoint resume precision moving_mean memory gpus data loader models)
 
-# Slurm is started in a temporary folder; its Debian packages are installed first where that is allowed.
+# Starts Slurm in a temporary folder, and installs its Debian packages first if it may.
 test-slurm: $(STAMP) ## the tests on a real Slurm with two emulated nodes
 	@$(RUN) python tests/slurm_cluster.py
 	@$(RUN) python -m pytest -rs tests/slurm
@@ -48,7 +48,7 @@ test-slurm: $(STAMP) ## the tests on a real Slurm with two emulated nodes
 chaos: $(STAMP) ## kills, full disks and damage at random moments; most of an hour
 	@$(RUN) python tests/chaos.py $(CHAOS)
 
-# BENCH="--only averaging" measures a part. BENCH="--cifar <path>" adds the rows about CIFAR-10's images: a folder with
+# BENCH="--only averaging" runs only a part. BENCH="--cifar <path>" adds rows for CIFAR-10's images: a folder with
 # train/<class>/*.jpg and test/<class>/*.jpg, or a tar of one (.tar, .tar.gz, .tar.xz), which is unpacked temporarily.
 # BENCH="--photos <path>" takes photographs, laid out alike, for the rows about images of 500 × 375 pixels.
 bench: $(BENCH_STAMP) ## speed against a bare loop and other libraries; needs an idle machine
@@ -66,7 +66,7 @@ lint: $(STAMP) ## ruff and mypy
 
 install: $(STAMP) ## only create the environment
 
-pictures: ## copy the figures of the runs here into docs/figures
+pictures: ## copy this checkout's figures into docs/figures
 	@mkdir -p docs/figures
 	@cp report/figures/training.png $(addprefix analysis/figures/,landscape_phases.png landscape_workers.png cosine.png workers_accuracy.png) docs/figures/
 
@@ -99,9 +99,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
-	@echo "installing what is compared with: Lightning, timm, mergekit"
+	@echo "installing libraries to compare with: Lightning, timm, mergekit"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev,bench]' \
-	  || echo "not all of it can be installed here; what is missing is left out of the table"
+	  || echo "some cannot be installed here and will be left out of the table"
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)

@@ -1,5 +1,5 @@
-"""Speed, measured: this pipeline against the bare loop, against a limit, and against what others would use.
+"""Benchmarks: this pipeline's speed compared with a bare loop, with a limit, and with other libraries.
 
-`make bench`, or `python -m benchmarks --help`. Every module here is a row of the table, or a family of rows; its
-docstring says what is measured, how, and what was learned from it.
+`make bench`, or `python -m benchmarks --help`. Every module here is one or more rows of the table; its docstring says
+what is measured, how, and what was learned.
 """

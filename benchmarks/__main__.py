@@ -1,6 +1,6 @@
 """python -m benchmarks
 
-Measures, prints the table and keeps it in benchmarks/results.json.
+Runs the benchmarks, prints the table and saves it in benchmarks/results.json.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
 
 
 @click.command(
-    help="Measure how fast this pipeline is against a bare loop, a limit and what others would use.\n\n"
-    "\b\nWhat is measured, by NAME:\n"
+    help="Measure this pipeline's speed against a bare loop, a limit and other libraries.\n\n"
+    "\b\nBenchmarks, by NAME:\n"
     f"{_LISTED}\n\n"
-    "What is compared takes turns, after a round that does not count; figures are medians, ratios are formed round by "
-    "round. Rows are kept as they come, so a run that is ended keeps what it had; without --only, those of before go. "
-    "It takes 4 GB of disk while it runs.",
+    "Things that are compared take turns, after a warm-up round; values are medians, and ratios are computed for each "
+    "round. Rows are saved one by one, so an interrupted run keeps its rows; without --only, old rows are removed. "
+    "Needs 4 GB of disk while it runs.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.option(
@@ -54,17 +54,15 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
     multiple=True,
     metavar="NAME",
     type=click.Choice(list(FAMILIES)),
-    help="Only this; may be repeated. Other rows stay as they are.",
+    help="Only this one; may be repeated. Other rows are kept.",
 )
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="How often each thing is measured."
-)
-@click.option("--quick", is_flag=True, help="Tiny sizes, a minute or two: shows that it works, not how fast.")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds of measurements.")
+@click.option("--quick", is_flag=True, help="Tiny sizes, a minute or two: only checks that benchmarks run.")
 @click.option(
     "--cifar",
     type=click.Path(exists=True, path_type=Path),
-    help="CIFAR-10 as images, train/<class>/*.jpg and test/<class>/*.jpg: a folder, or a tar of one; its rows are left "
-    "out without it.",
+    help="CIFAR-10 as images, train/<class>/*.jpg and test/<class>/*.jpg: a folder, or a tar of one; without "
+    "it, its rows are left out.",
 )
 @click.option(
     "--photos",
@@ -76,15 +74,15 @@ _LISTED = "\n".join(f"  {name:15} {what}" for name, what in FAMILIES.items())
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=ROOT / ".swap" / "bench",
-    help="Where files are made that are measured, and removed again.  [default: .swap/bench]",
+    help="Folder for temporary files.  [default: .swap/bench]",
 )
 @click.option(
     "--results",
     "path",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where the rows are kept.  [default: benchmarks/results.json; with --quick results.json in --folder]",
+    help="File for the rows.  [default: benchmarks/results.json; with --quick, results.json in --folder]",
 )
-@click.option("--show", is_flag=True, help="Print the table of the rows that are kept, and measure nothing.")
+@click.option("--show", is_flag=True, help="Only print the table of the saved rows.")
 def main(
     names: tuple[str, ...],
     rounds: int,
@@ -127,7 +125,7 @@ def measure(names: tuple[str, ...], given: Options, *, path: Path) -> list[str]:
                 results.keep(path, facts, [row], order=list(FAMILIES))
                 median = "–" if row.ratio is None else results.number(row.ratio.median)
                 print(f"  {row.what}: {median}", file=sys.stderr, flush=True)
-        except Exception as error:  # one that fails must not cost the rest
+        except Exception as error:  # the rest must still run
             failed.append(name)
             print(f"  failed: {error}", file=sys.stderr, flush=True)
         finally:

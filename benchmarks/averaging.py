@@ -1,27 +1,26 @@
 """Averaging: seconds and memory for 8 weight files of 400 MB, against just reading them, and against peers.
 
-`average_files` as phase 3 with two ranks calls it, by two threads, each time in a fresh process with the allocator
-settings and torch's threads of a rank (peers: all cores, and the allocator as it is), timed inside it after its
-imports. The files have
-been written shortly before and are read once more in the round that does not count, so they are in the page cache for
-everybody; on a cold disk, reading takes most of the time and the ratio is nearer to 1. Reading is done by plain reads
-into one buffer that stays in the core's cache, the quickest way there is. Nobody's result is forced to disk.
+`average_files` with two threads, each time in a fresh process with a rank's allocator settings and torch threads
+(peers: all cores and the default allocator), timed inside it after its imports. The files have just been written and
+are read again in the warm-up round, so they are in the page cache for all; on a cold disk, reading takes most of the
+time and the ratio is nearer to 1. Reading uses plain reads into one buffer that stays in the core's cache, which is the
+fastest way. No result is forced to disk.
 
-Memory is the highest resident size above that at the start, pages of mapped files included; what is without those
-(the system can take them back at any time) stands in the file as `private`, sampled every millisecond in the round that
-does not count. What it grows by with W is a row: 32 files against one.
+Memory is the peak resident size above that at the start, including pages of mapped files; without those (the system can
+reclaim them at any time) it is `private` in the file, sampled every millisecond in the warm-up round. Its growth with W
+is a row: 32 files against one.
 
 Peers: timm's `avg_checkpoints` (the script is not in timm's package, so its steps are followed here with timm's own
 loader: sums in float64, clamped, cast); mergekit's linear merge (`mergekit-pytorch`); a loop of safetensors'
 `load_file`.
 
-Learned: the first version mapped each tensor, hashed it, looked for NaN and added it up, a pass over memory each,
-5 to 9 times as long as reading alone; and the mapped pages of all files, 3.2 GB, counted as its memory. Now a
-megabyte at a time is read, hashed and added while it is in the caches, and only the mean is looked at for NaN. It is
-also hashed and written by such pieces, so that no whole tensor is held. By one thread that was 4.2 times as long as
-reading, of which a half is what one core can add, hash and write. Two threads, with a tensor each, take 0.6 of one's
-time. Pieces of 256 KB, 512 KB, 1 MB and 2 MB by two threads: 0.60, 0.46, 0.39 and 0.36 s (medians of 4 in turns, where
-reading took 0.29 s); a megabyte is kept, for memory's sake.
+Learned: the first version mapped each tensor, hashed it, checked it for NaN and added it up, each in a pass over
+memory, which took 5 to 9 times as long as reading alone; and the mapped pages of all files, 3.2 GB, counted as its
+memory. Now it reads, hashes and adds a megabyte at a time while that is in the caches, and checks only the mean for
+NaN. The mean is also hashed and written in such pieces, so that no whole tensor is held. With one thread that took 4.2
+times as long as reading, half of it what one core can add, hash and write. Two threads, with a tensor each, take 0.6 of
+one's time. Pieces of 256 KB, 512 KB, 1 MB and 2 MB with two threads: 0.60, 0.46, 0.39 and 0.36 s (medians of 4
+interleaved runs, where reading took 0.29 s); a megabyte saves memory.
 """
 
 from __future__ import annotations

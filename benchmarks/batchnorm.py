@@ -1,8 +1,8 @@
 """The batch-norm pass: statistics over all training images against a forward pass in eval mode over the same batches.
 
-`recompute_statistics` on the batches that phase 3 makes (in a random order, normalised, without augmentation), made
-anew on both sides, with all cores. In training mode a batch-norm layer goes over its input twice more than in eval
-mode, where it is a multiplication and an addition: that, not the hooks, is what the ratio shows.
+`recompute_statistics` on phase 3's batches (random order, normalised, without augmentation), which both sides make
+themselves, with all cores. In training mode a batch-norm layer makes two more passes over its input than in eval mode,
+where it is a multiplication and an addition: the ratio shows that, not the hooks.
 """
 
 from __future__ import annotations

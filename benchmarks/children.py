@@ -1,9 +1,9 @@
 """python -m benchmarks.children MODULE:FUNCTION '{"argument": 1}'
 
-A function in a process of its own, with the threads and the allocator settings that the launcher gives a rank: both
-have to be set before torch starts. What the function returns comes back as JSON.
+Runs a function in a fresh process, with the threads and allocator settings that the launcher gives a rank: both must be
+set before torch is imported. The function's result comes back as JSON.
 
-Memory is also measured this way: what a fresh process held at most, above what it held before.
+Memory is also measured this way: a fresh process's peak, above what it had before.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from swap_pipeline.launch.jobs import MALLOC
 
 ROOT = Path(__file__).resolve().parents[1]
 _MARK = "benchmark result: "
-# A child must not think that it is a rank of something.
+# A child must not take itself for a rank.
 _FOREIGN = ("SWAP_", "DVC_", "PYTEST", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_", "MKL_")
 
 
 def environment(
     *, threads: int | None = None, as_rank: bool = True, more: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """For a child; `as_rank` adds the allocator settings of a rank."""
+    """A child's environment; `as_rank` adds a rank's allocator settings."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
@@ -52,7 +52,7 @@ def start(
     as_rank: bool = True,
     more: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Begin to run a function of a module of this package; `result_of` waits for it."""
+    """Start a function of a module of this package; `result_of` waits for it."""
     name = f"{function.__module__}:{function.__qualname__}"
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.children", name, json.dumps(arguments)],
@@ -73,7 +73,7 @@ def result_of(child: subprocess.Popen[str]) -> Any:
 
 
 def call(function: Callable[..., Any], *, threads: int, cwd: Path | None = None, **arguments: Any) -> Any:
-    """The result of a function in a process of its own."""
+    """The result of a function run in a fresh process."""
     return result_of(start(function, arguments, threads=threads, cwd=cwd))
 
 
@@ -83,15 +83,15 @@ def say(line: str) -> None:
 
 
 class Memory:
-    """What this process holds at most from now on, in bytes, pages of mapped files included; Linux alone can say so."""
+    """This process's peak memory from now on, in bytes, including mapped files (Linux only)."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
         self._start = _status("VmRSS")
 
     @property
     def peak(self) -> int:
-        """Above what there was when this began; a page at least, so that it can be divided by."""
+        """Peak above the start; at least a page, so that it can be a divisor."""
         return max(os.sysconf("SC_PAGE_SIZE"), _status("VmHWM") - self._start)
 
 

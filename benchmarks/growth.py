@@ -1,14 +1,14 @@
 """Growth: averaging against the number and size of the files, phase 2 against W, data order and index against images.
 
-Each should be a straight line: R² of the line of least squares is at least 0.98, and the slope between the last two
-points is 0.8 to 1.25 times that line's. All points are in results.json and drawn in docs/figures/growth.svg.
+Each should be a straight line: R² of the least-squares line is at least 0.98, and the slope between the last two points
+is 0.8 to 1.25 times that line's. All points are in results.json and in docs/figures/growth.svg.
 
-- averaging: `average_files`, files in the page cache; its peak memory, in a fresh process each, stands in results.json
-  and does not grow with W.
-- phase 2: the launcher's whole time for W workers, start-up and result included, on all cores: with two cores, two
+- averaging: `average_files`, files in the page cache; its peak memory, each in a fresh process, is in results.json and
+  does not grow with W.
+- phase 2: the launcher's total time for W workers, including start-up and result, on all cores: with two cores, two
   workers at a time.
-- data order: `draw_epoch`, with crops and flips, for up to 10 million images; prepare: the index of so many image
-  files written, and opened as training opens it. Only the index: no image is there.
+- data order: `draw_epoch`, with crops and flips, for up to 10 million images; prepare: writing the index of that many
+  image files, and opening it as training does. There are no images.
 
 Learned: an epoch's order for 10 million images does not stay in the cache, so the line bends a little upwards there.
 """
@@ -128,7 +128,7 @@ def _phase2(options: Options) -> Iterator[Row]:
     def seconds(count: int) -> float:
         return float(phase2.fan_out(project, count)["seconds"])
 
-    # Minutes in all, and every process is a new one: nothing to warm up.
+    # Takes minutes, and every process is a new one, so there is no warm-up.
     found = interleaved(
         {str(count): functools.partial(seconds, count) for count in counts},
         rounds=options.rounds,
@@ -205,7 +205,7 @@ def _index_once(size: int, names: Mapping[str, list[str]], folder: Path) -> floa
 
     train, test = split("train", size), split("test", 1000)
     gc.collect()
-    gc.disable()  # ten million names make a collection long, and there is nothing to collect
+    gc.disable()  # collection would take long with ten million names, and there is nothing to collect
     began = time.perf_counter()
     prepare._write(
         folder,
@@ -227,7 +227,7 @@ def _index_once(size: int, names: Mapping[str, list[str]], folder: Path) -> floa
 
 
 def save(rows: Sequence[Row], folder: Path = FIGURES) -> None:
-    """Draw all of them into docs/figures."""
+    """Draw all lines into docs/figures."""
     from swap_pipeline.report.figures import picture_bytes
     from swap_pipeline.storage.files import atomic_write
 
@@ -237,7 +237,7 @@ def save(rows: Sequence[Row], folder: Path = FIGURES) -> None:
 
 
 def draw(rows: Sequence[Row]) -> Drawing:
-    """A panel for each: the points, and the line through them."""
+    """A panel for each, with the points and the line through them."""
     from swap_pipeline.report.figures import COLOURS, GREY, Drawing, grid, new_figure, style
 
     data: list[tuple[Any, ...]] = []

@@ -1,7 +1,7 @@
-"""Measuring in turns: what is compared takes turns round by round, so that a slow minute of the machine hits all alike.
+"""Interleaved measurements: things that are compared take turns, so that a slow minute of the machine affects all.
 
-A ratio is formed within each round and the median of the rounds is reported, with the lowest and the highest: times of
-different minutes are never divided by each other.
+A ratio is computed within each round, and the median, lowest and highest of the rounds are reported: times of different
+minutes are never divided by each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """What was found for one thing, a value a round."""
+    """Measurements of one thing, one per round."""
 
     values: tuple[float, ...]
 
@@ -34,7 +34,7 @@ def interleaved(
     warm_up: int = 1,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Sample]:
-    """Call each in turn, `rounds` times, after `warm_up` rounds that do not count; what they return is what is kept.
+    """Call each in turn, `rounds` times, after `warm_up` rounds; returns what they return.
 
     Every other round goes backwards, so that nothing is always measured after the same neighbour.
     """
@@ -57,18 +57,18 @@ def divided(above: Sample, below: Sample) -> Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """How straight a row of points is."""
+    """How straight a line of points is."""
 
     slope: float
     offset: float
     r_squared: float
-    """1 for a perfect line"""
+    """1 for a perfectly straight line"""
     last_slope: float
-    """of the last two points, as a multiple of the slope of the whole: more than 1 if it bends upwards"""
+    """between the last two points, relative to the whole line's: more than 1 if it bends upwards"""
 
 
 def straight(xs: Sequence[float], ys: Sequence[float]) -> Line:
-    """The line of least squares through the points, and how far they are from it."""
+    """The least-squares line through the points, and how well it fits."""
     slope, offset = statistics.linear_regression(xs, ys)
     mean = statistics.fmean(ys)
     spread = sum((y - mean) ** 2 for y in ys)

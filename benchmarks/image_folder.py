@@ -1,7 +1,7 @@
 """Image folders: our loader against torchvision's reference style, ImageFolder with per-image transforms.
 
-Loading alone, without a network: normalised batches, an epoch of them, with as many loader processes on both sides as
-there are cores. Everything has been read before, so files come from the page cache.
+Loading alone, without a network: an epoch of normalised batches, with as many loader processes as cores on both sides.
+Everything has been read before, so files come from the page cache.
 
 - CIFAR-10 as a folder of small JPEGs (`--cifar`): images of one size that fit into memory are decoded once, by
   `prepare`, so an epoch decodes nothing; the seconds of `prepare` stand in the note. And the same files left where they
@@ -114,7 +114,7 @@ def _cifar(options: Options) -> Iterator[Row]:
 
 
 def _folder_of(path: Path, options: Options) -> Path:
-    """The folder with `train` and `test`, after unpacking it where `path` is a tar."""
+    """The folder with `train` and `test`, unpacked if `path` is a tar."""
     folder = path.resolve()
     if path.is_file():
         folder = options.scratch / "unpacked"
@@ -260,6 +260,6 @@ def _torchvision_loader(
         Subset(dataset, chosen),
         batch_size=batch_size,
         shuffle=True,
-        num_workers=torch.get_num_threads(),  # as many as ours has
+        num_workers=torch.get_num_threads(),  # as many as ours
         persistent_workers=True,
     )

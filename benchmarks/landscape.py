@@ -1,9 +1,9 @@
 """The landscape: grid points a minute, and the share of their time that is not forward passes.
 
-Real points as the analysis computes them (`Prober` and the plane's weights; the default recipe's network, images and
-numbers of images) against forward passes in eval mode over the same three batches of batches: those for statistics, for
-the training error and for the test error. What is not forward is thus: making the weights, the statistics, the count of
-misses, and that batch norm costs more in training mode than in eval mode. One thread, as each of two ranks has.
+Real points as in the analysis (`Prober` and the plane's weights; the default recipe's network, images and numbers of
+images) against forward passes in eval mode over the same batches for statistics, training error and test error. The
+difference is making the weights, the statistics, counting errors, and that batch norm costs more in training mode than
+in eval mode. One thread, as for each of two ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 def in_turns(*, width: int, num_images: int, points: int, rounds: int) -> dict[str, Any]:
-    """In a child, in a folder with prepared data: seconds of so many points, and of their forward passes."""
+    """In a child, in a folder with prepared data: seconds of the points, and of their forward passes alone."""
     from benchmarks.loops import ALONE
     from swap_pipeline.analysis.landscape_job import Prober
     from swap_pipeline.analysis.planes import Plane

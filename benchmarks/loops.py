@@ -1,6 +1,6 @@
-"""Training loops that are compared, each a function that trains for some steps and returns images a second.
+"""Training loops to compare: functions that train for some steps and return images per second.
 
-They run inside a child (see `children`), so that threads and allocator are those of a rank.
+They run in a child (see `children`), with a rank's threads and allocator settings.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from swap_pipeline.training.run import Run, TrainingData
 
 ALONE = Group(rank=0, world_size=1, device=torch.device("cpu"))
 Loop = Callable[[], float]
-# Small, so that a network that is trained over and over on noise stays as it is.
+# Small, so that repeated training on noise hardly changes the network.
 _RATE = 1e-3
-# Of a DataLoader: with few cores, none may be best, since the network needs them too.
+# For a DataLoader: with few cores, none may be best, since the network needs the cores too.
 LOADER_PROCESSES = (0, 1, 2)
 
 
@@ -49,10 +49,10 @@ def _run(batch_size: int) -> Run:
 
 
 def ours(images: Images, test: Images, *, width: int, batch_size: int, compute: Compute = COMPUTE) -> Loop:
-    """The real loop: an epoch over all images, timed by itself; evaluation and snapshots are not in its seconds."""
+    """The real loop: an epoch over all images, with its own timing, which excludes evaluation and snapshots."""
     network = resnet9(width)
     steps = len(images) // batch_size
-    # What is compiled is compiled in the first epoch.
+    # Compilation takes place in the first epoch.
     run = replace(_run(batch_size), epochs=2 if compute.compile else 1)
 
     def epoch() -> float:
@@ -75,7 +75,7 @@ def ours(images: Images, test: Images, *, width: int, batch_size: int, compute: 
 
 
 def bare(shape: Sequence[int], *, width: int, batch_size: int, steps: int) -> Loop:
-    """Forward, backward, step, on one batch that never changes."""
+    """Forward, backward and step on one fixed batch."""
     network = resnet9(width, channels=shape[0])
     set_up(network, COMPUTE, ALONE)
     sgd = _sgd(network)
@@ -117,7 +117,7 @@ def _torchvision_loader(images: Images, *, batch_size: int, num_workers: int) ->
     )
 
     class MadeUp(CIFAR10):  # type: ignore[misc]
-        """Nothing is read from disk; items are made by torchvision's own method."""
+        """Reads nothing from disk; torchvision's own method makes the items."""
 
         def __init__(self) -> None:
             VisionDataset.__init__(self, root=".", transform=transforms)
@@ -135,7 +135,7 @@ def _torchvision_loader(images: Images, *, batch_size: int, num_workers: int) ->
 
 
 def torchvision_loop(images: Images, *, width: int, batch_size: int, num_workers: int) -> Loop:
-    """As a good tutorial has it: everything else as ours, with the same optimizer and memory format."""
+    """As in a good tutorial, but with our optimizer and memory format."""
     network = resnet9(width)
     set_up(network, COMPUTE, ALONE)
     sgd = _sgd(network)

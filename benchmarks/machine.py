@@ -1,4 +1,4 @@
-"""What it was measured on."""
+"""The machine and code that were measured."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def about() -> dict[str, Any]:
 
 
 def machine() -> str:
-    """CPU, the cores that may be used, memory and system."""
+    """CPU, usable cores, memory and operating system."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{num_cores()} cores of {_cpu()}, {memory:.0f} GiB of memory, {platform.system()} {platform.release()}"
 
 
 def commit() -> str:
-    """What is measured, with a + if code differs from it; empty without git."""
+    """The commit that is measured, with a + if code differs from it; empty without git."""
     root = ("-C", str(Path(__file__).parents[1]))
     name = git(*root, "rev-parse", "--short", "HEAD") or ""
     return f"{name}+" if name and git(*root, "status", "--porcelain", "--", "*.py") else name

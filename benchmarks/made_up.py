@@ -1,4 +1,4 @@
-"""What is measured on: prepared images, weight files and projects that are made for it."""
+"""Synthetic inputs for benchmarks: prepared images, weight files and projects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def description(width: int, *, channels: int = 3) -> dict[str, Any]:
 
 
 def write_prepared(folder: Path, *, num_train: int, num_test: int, shape: tuple[int, int, int] = CIFAR_SHAPE) -> None:
-    """Random images as `prepare` would leave them."""
+    """Random images as `prepare` would write them."""
     channels = shape[0]
     meta = {
         "kind": "memory",
@@ -58,7 +58,7 @@ def write_prepared(folder: Path, *, num_train: int, num_test: int, shape: tuple[
 
 
 def write_models(folder: Path, *, number: int, num_bytes: int) -> list[Path]:
-    """Weight files alike: one large tensor (an eighth of all), many of a fiftieth, and as many small ones."""
+    """Equal weight files: one large tensor (an eighth of the file), many of a fiftieth, and as many small ones."""
     elements = num_bytes // 4
     sizes = {"large": elements // 8} | {f"layer_{n}.weight": elements // 50 for n in range(43)}
     sizes |= {f"layer_{n}.bias": max(1, elements // 50_000) for n in range(43)}
@@ -73,19 +73,19 @@ def write_models(folder: Path, *, number: int, num_bytes: int) -> list[Path]:
 
 
 def largest_tensor(num_bytes: int) -> int:
-    """Of a file of `write_models`, in bytes."""
+    """Size of a file of `write_models`, in bytes."""
     return num_bytes // 4 // 8 * 4
 
 
 @dataclass(frozen=True)
 class Project:
-    """A copy of this checkout, as it is now, to run stages in."""
+    """A copy of this checkout in its current state, to run stages in."""
 
     root: Path
 
     @classmethod
     def copy(cls, root: Path, params: Mapping[str, Any]) -> Project:
-        """Everything that git knows of, but with these params in place of the default recipe's."""
+        """Everything that git tracks, but with these params."""
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT,
@@ -128,7 +128,7 @@ class Project:
         return done.stdout
 
     def environment(self, **variables: str) -> dict[str, str]:
-        """That of somebody who calls `dvc repro` here."""
+        """The environment for `dvc repro` here."""
         site = {"DVC_SITE_CACHE_DIR": str(self.root / ".dvc" / "tmp" / "site")}
         return {**environment(as_rank=False), **site, "PYTHONPATH": str(self.root), **variables}
 
@@ -139,19 +139,19 @@ class Project:
         return self.run(sys.executable, "-m", "dvc", *arguments, **variables)
 
     def commit(self) -> None:
-        """A git of its own, which DVC wants."""
+        """Make it a git repository, which DVC needs."""
         who = ("-c", "user.name=benchmark", "-c", "user.email=benchmark@example.org")
         self.run("git", "init", "-q", "-b", "main")
         self.run("git", "add", "-A")
         self.run("git", *who, "commit", "-qm", "start")
 
     def forget_scratch(self, *stages: str) -> None:
-        """So that the next run trains anew."""
+        """Let the next run train again."""
         for stage in stages:
             shutil.rmtree(self.root / ".swap" / stage, ignore_errors=True)
 
     def write_phase1(self, *, width: int, channels: int, names: Sequence[str] = ("phase1",)) -> None:
-        """A model with initial weights, where phase 1 leaves its own."""
+        """Write a model with initial weights in place of phase 1's."""
         network = resnet9(width, channels=channels)
         for name in names:
             path = self.root / "checkpoints" / name / "model.safetensors"

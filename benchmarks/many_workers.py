@@ -1,9 +1,9 @@
-"""Many workers: what each adds to phase 2 besides its training, and `dvc repro` with nothing to do.
+"""Many workers: the overhead of each in phase 2, and `dvc repro` with nothing to do.
 
-Real DVC in a copy of this project, a tiny network, one epoch of a few images. Phase 2's wall time, times the workers
-that run side by side, divided by W, is what one worker takes of one core; its training seconds, as its record says,
-are taken off. What is left is DVC's instance, the launcher, the start of a Python with torch, and the result's way
-into the cache. The column beside it has one import of torch.
+Real DVC in a copy of this project, a tiny network, one epoch of a few images. Phase 2's wall time, times the workers at
+a time, divided by W, is one worker's time on one core; its recorded training seconds are subtracted. The rest is DVC's
+stage instance, the launcher, starting a Python with torch, and storing the result in the cache. The other column is one
+import of torch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _in_seconds(
     limit: float,
     more: dict[str, float] | None = None,
 ) -> Row:
-    """A row of one measurement, whose limit is one of seconds."""
+    """A row of one measurement, with a limit in seconds."""
     return Row(
         name=name,
         what=what,

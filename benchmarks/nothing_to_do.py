@@ -1,7 +1,7 @@
-"""Nothing to do: `dvc repro` where all is up to date, against `dvc status dvc.yaml`, which looks at the same stages.
+"""Nothing to do: `dvc repro` when everything is up to date, against `dvc status dvc.yaml`, for the same stages.
 
-Real DVC in a copy of this project after a run of the whole pipeline with a tiny network. Both have to load the
-pipeline and look at every dependency; `dvc repro` takes a lock and goes through the stages besides.
+Real DVC in a copy of this project after a run of the whole pipeline with a tiny network. Both load the pipeline and
+check every dependency; `dvc repro` also takes a lock and visits the stages.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 def make_small(project: Project) -> None:
-    """240 training and 120 test images: what is measured depends on the number of files, not on what is in them."""
+    """240 training and 120 test images: times depend on the number of files, not on their contents."""
     path = project.root / "data" / "fashion-mini.safetensors"
     tensors, info = read_tensors(path)
     few = {"train": torch.arange(240) * 41, "test": torch.arange(120) * 83}
     small = {key: tensor[few[key.split("_")[0]]].clone() for key, tensor in tensors.items()}
     del tensors
-    path.unlink()  # a link or a map may still hold the old one
+    path.unlink()  # the old file may be linked or mapped
     write_tensors(path, small, info)

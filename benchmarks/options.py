@@ -1,4 +1,4 @@
-"""What the command line asks for, as every benchmark gets it."""
+"""Command-line options, as passed to every benchmark."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to measure."""
+    """Options of the measurements."""
 
     rounds: int
     quick: bool
-    """tiny sizes: to see that it works, not how fast"""
+    """tiny sizes: checks that it runs; timings are meaningless"""
     scratch: Path
-    """for files that are made to be measured; removed afterwards"""
+    """for temporary files"""
     cores: int
     cifar: Path | None = None
     """a folder with train/<class>/*.jpg and test/<class>/*.jpg of CIFAR-10, or a tar of one"""

@@ -1,8 +1,8 @@
-"""Phase 1 on a CPU: two ranks that share the cores against one process with all of them, for the same two shards.
+"""Phase 1 on a CPU: two ranks that share the cores, against one process with all cores, for the same two shards.
 
-The real stage, `python -m stages.phase1`, in a copy of this project, with SWAP_NPROC=2 and SWAP_NPROC=1; images a
-second of the last epoch, as its record says. One process computes the shards one after the other. For the default
-recipe and for a network and images four and five times as large.
+The real stage, `python -m stages.phase1`, in a copy of this project, with SWAP_NPROC=2 and SWAP_NPROC=1; images per
+second of the last epoch, from its record. One process computes the shards one after another. For the default recipe and
+for a network and images four and five times as large.
 
 It justifies the default: as many ranks as cores and shards allow (`devices.share_of_phase1`).
 """
@@ -62,7 +62,7 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 def _words(ranks: int, cores: int) -> str:
-    """So many ranks, with the threads that the launcher gives them."""
+    """The number of ranks, with the launcher's number of threads for each."""
     threads = max(1, cores // ranks)
     who = "1 process" if ranks == 1 else f"{ranks} ranks"
     return f"{who} × {threads} thread{'' if threads == 1 else 's'}"

@@ -1,10 +1,9 @@
 """Phase 2's fan-out: two workers on two cores against two bare loops side by side on the same two cores.
 
-The workers are real ones, started together by the launcher in a copy of this project; what counts is the longer of
-the times of their last epochs, as their records say. The bare loops (see `loops.bare`) take as many steps on one batch
-that never changes, in two processes that start when both are ready; what counts is the slower one. Both have had an
-epoch's steps before that do not count. So memory bandwidth that two processes share, and turbo clocks that one core
-alone would have, are on both sides.
+The workers are real ones, started together by the launcher in a copy of this project; the time is that of the slower
+one's last epoch, from the records. The bare loops (see `loops.bare`) take as many steps on one fixed batch, in two
+processes that start when both are ready; the time is the slower one's. Both warm up for an epoch's steps. So shared
+memory bandwidth and the lack of a single core's turbo clock affect both sides.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 def project_with_phase1(root: Path, *, width: int, batch_size: int, num_images: int, workers: int) -> Project:
-    """A copy of this project in which so many workers can start."""
+    """A copy of this project in which that many workers can start."""
     params: dict[str, Any] = {"model.width": width, "phase2.batch_size": batch_size, "phase2.epochs": _EPOCHS}
     params |= {"phase2.peak_lr": 0.001, "phase2.keep_epochs": [1], "workers.seeds": list(range(workers))}
     project = Project.copy(root, params)
@@ -71,7 +70,7 @@ def project_with_phase1(root: Path, *, width: int, batch_size: int, num_images: 
 
 
 def fan_out(project: Project, workers: int) -> dict[str, Any]:
-    """Train so many workers, and tell seconds of their last epochs and of the whole."""
+    """Train that many workers; returns the seconds of their last epochs and the total."""
     project.forget_scratch("phase2")
     child = start(run_workers, {"workers": workers}, threads=1, cwd=project.root, as_rank=False)
     found: dict[str, Any] = result_of(child)
@@ -91,7 +90,7 @@ def run_workers(*, workers: int) -> dict[str, Any]:
 
 
 def side_by_side(arguments: dict[str, Any], *, number: int) -> float:
-    """Seconds of the slowest of so many bare loops, which begin together."""
+    """Seconds of the slowest of that many bare loops, which start together."""
     children = [start(loops.bare_beside_others, {**arguments, "rounds": 1}, threads=1) for _ in range(number)]
     for child in children:
         assert child.stdout is not None

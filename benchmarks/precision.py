@@ -1,12 +1,12 @@
-"""torch.compile and bf16, each against the default: whether they should be on where nobody has said so.
+"""torch.compile and bf16, each against the default: should they be the default?
 
-The real loop in one process with all cores, ResNet-9 width 16. Compiling itself takes place in an epoch of its own that
-is not timed. bf16 is tried as it is and, where this CPU promises more than it can do, with oneDNN held back
+The real loop in one process with all cores, ResNet-9 width 16. Compilation itself takes place in an earlier epoch that
+is not timed. bf16 is tried as it is and, if this CPU does not support what it claims, with oneDNN limited
 (ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16).
 
-The default on a CPU is fp32 without compiling: bf16 is many times slower where the CPU has no units for it, and
-compiling has to pay for itself in runs of minutes. On a GPU the code can ask whether it has bf16 and takes that, or
-else fp16; nobody can know beforehand whether compiling pays, so it stays a choice (`compute.compile`).
+The default on a CPU is fp32 without compilation: bf16 is many times slower on a CPU without hardware for it, and
+compilation must pay off within runs of minutes. GPUs report whether they have bf16, and then use it, or else fp16;
+whether compilation pays off is not known in advance, so it is a param (`compute.compile`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBE = "from swap_pipeline.engine.precision import check_cpu; check_cpu('bf16'
 
 def measure(options: Options) -> Iterator[Row]:
     width, batch_size = options.sized(16, 4), options.sized(128, 16)
-    # bf16 without hardware for it takes seconds a step.
+    # bf16 without hardware for it takes seconds per step.
     for name, words, steps in (("compiled", "torch.compile", 16), ("bf16", "bf16", 1)):
         key, what = f"precision/{name}", f"{words}, ResNet-9 width {width}, batch {batch_size}"
         extra = _environment_for_bf16() if name == "bf16" else {}
@@ -60,7 +60,7 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 def _environment_for_bf16() -> dict[str, str] | None:
-    """What this CPU needs to run bf16; None if it cannot."""
+    """Environment variables that this CPU needs to run bf16; None if it cannot."""
     for extra in ({}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}):
         done = subprocess.run(
             [sys.executable, "-c", _PROBE], env=environment(threads=1, more=extra), capture_output=True

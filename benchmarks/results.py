@@ -1,4 +1,4 @@
-"""The rows, the file that keeps them, and the table that is printed from it."""
+"""The rows, the file in which they are saved, and the table printed from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results.json"
 
 @dataclass(frozen=True)
 class Limit:
-    """What a ratio is to reach."""
+    """A limit for a ratio."""
 
     sign: Literal["≥", "≤", ">", "<"]
     value: float
@@ -32,13 +32,13 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table: ours, what it is compared with, their ratio and what that is to reach."""
+    """One line of the table: ours, the other, their ratio and its limit."""
 
     name: str
-    """under which the row is kept: family/what"""
+    """name of the row in the file: family/what"""
     what: str
     ours: str
-    """what was measured of ours, for people"""
+    """what was measured, for the user"""
     other: str
     unit: str
     our_figures: Sample | None
@@ -47,9 +47,9 @@ class Row:
     limit: Limit | None
     note: str = ""
     also_reached: bool = True
-    """whether what else is asked for, as the note says, was reached"""
+    """whether the other conditions in the note hold"""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """further figures, for the file alone"""
+    """further values, only in the file"""
 
     def as_json(self) -> dict[str, Any]:
         def figures(sample: Sample | None) -> dict[str, Any] | None:
@@ -99,7 +99,7 @@ def compared(
 
 
 def left_out(name: str, what: str, *, other: str, unit: str, why: str, limit: Limit | None = None) -> Row:
-    """A row that could not be measured here: a dash and the reason."""
+    """A row that cannot be measured here: a dash and the reason."""
     return Row(
         name=name,
         what=what,
@@ -115,7 +115,7 @@ def left_out(name: str, what: str, *, other: str, unit: str, why: str, limit: Li
 
 
 def keep(path: Path, about: Mapping[str, Any], rows: Sequence[Row], *, order: Sequence[str]) -> None:
-    """Add rows to the file, in place of those of the same name; `order` is that of the families."""
+    """Add rows to the file, replacing those of the same name; `order` is that of the families."""
     known = {row["name"]: row for row in read(path)["rows"]} if path.exists() else {}
     known |= {row.name: {**row.as_json(), **about, "rounds": _rounds(row, about["rounds"])} for row in rows}
     families = {family: number for number, family in enumerate(order)}
@@ -124,7 +124,7 @@ def keep(path: Path, about: Mapping[str, Any], rows: Sequence[Row], *, order: Se
 
 
 def _rounds(row: Row, asked: int) -> int:
-    """Some take more than were asked for; a ratio that is one figure, as R², says nothing of it."""
+    """Number of rounds; some rows take more than `--rounds`, and a single value, such as R², does not tell."""
     return max(asked, len(row.ratio.values) if row.ratio else 0)
 
 
@@ -134,7 +134,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def table(tree: Mapping[str, Any]) -> str:
-    """What the file says, in markdown: rows, notes under them, then machine and versions."""
+    """The file as markdown: rows, notes below them, then machine and versions."""
     head = ["what", "ours", "compared with", "ratio (low – high)", "to reach", ""]
     lines = [f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | --- | --- |"]
     notes: list[str] = []
@@ -171,7 +171,7 @@ def _ratio(ratio: Mapping[str, Any] | None) -> str:
 
 
 def number(value: float) -> str:
-    """With three digits that count, and never as a power of ten."""
+    """With three significant digits, never as a power of ten."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -179,7 +179,7 @@ def number(value: float) -> str:
 
 
 def _where(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Machine and versions; a line for each set of rows that were measured together."""
+    """Machine and versions; a line for each set of rows measured together."""
     sets: dict[str, list[str]] = {}
     for row in rows:
         versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items())

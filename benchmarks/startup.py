@@ -1,21 +1,20 @@
 """Start-up: from the start of a rank to its first training step, against `import torch` alone; and what comes before.
 
-`python -m stages.phase1` in a copy of this project with a tiny network, so that the first step itself takes next to no
-time, but with data of CIFAR-10's size, which the launcher and the ranks look through to know which job it is. How far
-it has come is seen from the files that it leaves: the log that the launcher opens just before it starts something, and
-the progress file that the rank writes after its first step, when it is ended. With one process, which the launcher
-starts directly, and with two ranks under torchrun, which imports torch itself: its share is told apart, and the rank's
-start is the kernel's. `import torch` is measured in the same number of processes at once, without Python's end.
+`python -m stages.phase1` in a copy of this project with a tiny network, so that the first step itself takes hardly any
+time, but with data of CIFAR-10's size, which the launcher and the ranks hash to identify the job. Progress is seen from
+files: the log that the launcher opens just before it starts something, and the progress file that the rank writes after
+its first step, when it is stopped. With one process, which the launcher starts directly, and with two ranks under
+torchrun, which imports torch itself: its share is measured separately, and the rank's start is taken from the kernel.
+`import torch` is measured in the same number of processes at a time, without Python's exit.
 
-`swap --help` is to answer in well under a second.
+`swap --help` should answer in well under a second.
 
-Learned: the first use of torch.optim.SGD imports torch's compiler, which took 1.6 s beside 1.9 s for torch itself
-(least of 6, busy machine); a process alone now calls the fused step directly and needs no compiler. Under torchrun
-DistributedDataParallel imports it too (its constructor asks it for a setting, and its forward pass is marked as not to
-be compiled), so ranks there still pay for it: `startup/ddp_2` is what a program with DDP needs at least. Python's
-garbage collection looks through all modules again and again while they are imported: without it, torch and its compiler
-take 2.1 s of processor time instead of 2.6 s (two runs each, busy machine). Reading params.yaml and dvc.yaml takes
-15 ms and 12 ms.
+Learned: the first use of torch.optim.SGD imports torch's compiler, which took 1.6 s besides 1.9 s for torch itself
+(minimum of 6, busy machine); a single process now calls the fused step directly and does not need the compiler. Under
+torchrun DistributedDataParallel imports it too (for a setting in its constructor, and to exclude its forward pass from
+compilation), so ranks there still pay for it: `startup/ddp_2` is the least that a program with DDP needs. Python's
+garbage collector scans all modules repeatedly during imports: without it, torch and its compiler take 2.1 s of CPU time
+instead of 2.6 s (two runs each, busy machine). Reading params.yaml and dvc.yaml takes 15 ms and 12 ms.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def measure(options: Options) -> Iterator[Row]:
             unit="s",
             our_figures=before,
             other_figures=found["import"],
-            # The limit is one of seconds.
+            # The limit is in seconds.
             ratio=before,
             limit=Limit("≤", 1.0),
             more={"ratio_to_import": divided(before, found["import"]).as_json()},
@@ -137,12 +136,12 @@ def _help(options: Options) -> Row:
 
 
 def import_torch_seconds(processes: int) -> float:
-    """Seconds until so many Pythons that start at once have torch."""
+    """Seconds until that many Pythons, started together, have imported torch."""
     return _all_at_once("import os, torch; os._exit(0)", [{}] * processes)
 
 
 def _least_ddp(ranks: int) -> float:
-    """Seconds until so many ranks that start at once have gradients of one layer under DDP, and nothing else."""
+    """Seconds until that many ranks, started together, have gradients of one layer under DDP, and nothing else."""
     program = (
         "import os, torch; torch.distributed.init_process_group('gloo')\n"
         "network = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
@@ -153,7 +152,7 @@ def _least_ddp(ranks: int) -> float:
 
 
 def _all_at_once(program: str, settings: Sequence[dict[str, str]]) -> float:
-    """Seconds until as many Pythons as there are settings of the environment have run a program and ended."""
+    """Seconds until Pythons, one for each of these environments, have run a program and exited."""
     began = time.perf_counter()
     command = [sys.executable, "-c", program]
     running = [subprocess.Popen(command, env=environment(threads=1, more=own)) for own in settings]
@@ -170,7 +169,7 @@ def _free_port() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Start:
-    """Seconds of each part, one after the other."""
+    """Seconds of each part of the start-up."""
 
     launcher: float
     """until it starts torchrun or the rank"""
@@ -195,13 +194,13 @@ def _first_step(project: Project, ranks: int) -> _Start:
         rank_began = launched if ranks == 1 else _when(lambda: _start_of_rank(launcher.pid), launcher)
         first_step_ended = _when(lambda: _made(scratch, PROGRESS_FILE), launcher)
     finally:
-        launcher.terminate()  # it ends the ranks
+        launcher.terminate()  # which stops the ranks
         launcher.wait()
     return _Start(launcher=launched - began, torchrun=rank_began - launched, rank=first_step_ended - rank_began)
 
 
 def _when(happened: Callable[[], float | None], launcher: subprocess.Popen[bytes]) -> float:
-    """Look for something until it has happened; returns when that was, on the boot clock."""
+    """Poll until something has happened; returns when that was, on the boot clock."""
     while (moment := happened()) is None:
         if launcher.poll() is not None:
             raise RuntimeError(f"stages.phase1 ended with code {launcher.returncode}")
@@ -210,7 +209,7 @@ def _when(happened: Callable[[], float | None], launcher: subprocess.Popen[bytes
 
 
 def _made(folder: Path, name: str) -> float | None:
-    """Now, if there is such a file in one of the jobs' folders."""
+    """The current time, if one of the jobs' folders has such a file."""
     made = next(folder.glob(f"*/{name}"), None) is not None
     return time.clock_gettime(time.CLOCK_BOOTTIME) if made else None
 

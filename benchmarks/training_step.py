@@ -1,19 +1,19 @@
-"""A training step: what data, augmentation, metrics, schedule, progress and the watch for NaN cost beside the network.
+"""A training step: the overhead of data, augmentation, metrics, schedule, progress and the check for NaN.
 
-`train` itself, over an epoch of random images of CIFAR's shape that lie prepared on disk, against a bare loop of
-forward, backward and step on one batch that never changes: the same network, batch, threads, memory format and
-optimizer. Seconds are those that `train` reports, which evaluation and snapshots are not in. All cores, one process.
+`train` itself, over an epoch of random images of CIFAR's shape, prepared on disk, against a bare loop of forward,
+backward and step on one fixed batch: the same network, batch size, threads, memory format and optimizer. Seconds are
+those that `train` reports, without evaluation and snapshots. All cores, one process.
 
-And against what people would write: torchvision's dataset with its v2 transforms and a DataLoader around the same loop;
-and Lightning's Trainer with its SWA callback on that DataLoader. Both with the number of loader processes, none to two,
-that is best for them.
+Also against what people would write: torchvision's dataset with its v2 transforms and a DataLoader around the same
+loop; and Lightning's Trainer with its SWA callback on that DataLoader. Both with the best number of loader processes
+from none to two.
 
-Learned: with the fused SGD and without a number read back in the loop but for the watch over NaN, what is left is a
-few percent. Its largest part was one indexed read of every pixel of a batch, with arithmetic in runs of three channels:
-3.7 ms for 128 images on one thread. Whole rows instead take half of that. torch.manual_seed at every step took 0.1 ms,
-the generator's own 2 µs. The watch over NaN took 0.12 to 0.19 ms at widths 8 and 16, and takes 0.09 to 0.13 ms since it
-counts steps on the host, and a third of it as one fused operation. A snapshot takes 2 ms at width 16 (3 MB) and 96 ms
-at width 64 (53 MB), which a thread writes beside the training; what is left is to copy it.
+Learned: with fused SGD, and with nothing read back in the loop except for the check for NaN, the overhead is a few
+percent. Its largest part was an indexed read of every pixel of a batch, with arithmetic in runs of three channels:
+3.7 ms for 128 images on one thread. Whole rows take half of that. torch.manual_seed at every step took 0.1 ms, the
+generator's own 2 µs. The check for NaN took 0.12 to 0.19 ms at widths 8 and 16, then 0.09 to 0.13 ms with steps counted
+on the host, and a third of that as one fused operation. A snapshot takes 2 ms at width 16 (3 MB) and 96 ms at width 64
+(53 MB), which a thread writes during training; only the copy remains.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(options: Options) -> Iterator[Row]:
         return
     prepared = options.scratch / "prepared_256"
     made_up.write_prepared(prepared, num_train=2 * 256, num_test=16)
-    # Steps of seconds each: two a round, and more rounds.
+    # A step takes seconds: two per round, and more rounds.
     found = _in_turns(options, str(prepared), width=64, batch_size=256, contestants=["ours", "bare"], least=9)
     yield _share("training_step/width_64", "width 64, batch 256", found, Limit("≥", 0.98))
     arguments = {"prepared": str(prepared), "width": 64, "batch_size": 256, "rounds": max(options.rounds, 9)}
@@ -58,7 +58,7 @@ def measure(options: Options) -> Iterator[Row]:
 
 
 def _host(options: Options) -> Row:
-    """A network so small that what is left is calls: by how much the loop makes a step longer."""
+    """With a tiny network, only the overhead of calls is left: by how much the loop makes a step longer."""
     prepared = options.scratch / "prepared_8"
     steps = options.sized(400, 4)
     made_up.write_prepared(prepared, num_train=8 * steps, num_test=16)
@@ -88,7 +88,7 @@ def _host(options: Options) -> Row:
 
 
 def _launches() -> Row:
-    """Counted, not timed: there is no GPU in it (see tests/fake_cuda.py)."""
+    """Counted, not timed: it uses no GPU (see tests/fake_cuda.py)."""
     key, what = "training_step/launches", "operations of a step on a GPU, bf16, ResNet-9 width 64, batch 512"
     limit = Limit("≤", 130)
     program = [sys.executable, str(ROOT / "tests" / "fake_cuda.py"), "--precision", "bf16"]

@@ -1,11 +1,11 @@
 """Whole runs: `dvc repro` of the default recipe against the bare loops of its phases on the same cores.
 
-The wall time of `dvc repro` has everything: DVC, start-up, evaluation, snapshots, statistics, figures and the report.
-The bare loops (see `loops.bare`) take as many steps as phases 1 and 2 did, as many loops side by side as ranks and
-workers were; only one epoch of each is measured, right after the run, and multiplied. Nothing synchronises them, so
-phase 1's all-reduce counts as ours.
+The wall time of `dvc repro` includes everything: DVC, start-up, evaluation, snapshots, statistics, figures and the
+report. The bare loops (see `loops.bare`) take as many steps as phases 1 and 2 did, with as many loops in parallel as
+there were ranks and workers; only one epoch of each is measured, right after the run, and multiplied. They are not
+synchronised, so phase 1's all-reduce counts as our overhead.
 
-The row's `more` in results.json says where the time went: seconds of each stage, and of training within it.
+The row's `more` in results.json shows where the time went: seconds of each stage, and of training within it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swap_pipeline.storage.files import read_json
 
 _LIMIT = Limit("≤", 1.25)
 _SHAPE = (1, 28, 28)
-_IMAGES = 9000  # fashion-mini's, without those held back for validation
+_IMAGES = 9000  # fashion-mini's, without those for validation
 _SIDE_BY_SIDE = 2
 _QUICK: dict[str, Any] = {"phase1.max_epochs": 2, "phase1.warmup_epochs": 0, "phase2.epochs": 1, "model.width": 1}
 _QUICK |= {"phase1.keep_epochs": [], "phase2.keep_epochs": []}
@@ -80,7 +80,7 @@ def _seconds_of_stages(project: Project) -> dict[str, float]:
 
 
 def _training_seconds(project: Project) -> dict[str, float]:
-    """Of phase 1's epochs, and of phase 2's as long as they take with so many workers side by side."""
+    """Training seconds of phase 1, and of phase 2 with that many workers at a time."""
     phase1, workers = _records(project)
     return {
         "phase1": sum(point["seconds"] for point in phase1["curve"]),
@@ -89,7 +89,7 @@ def _training_seconds(project: Project) -> dict[str, float]:
 
 
 def _bare_seconds(project: Project) -> float:
-    """What bare loops would have taken for the same steps."""
+    """Time that bare loops would take for the same steps."""
     params = YAML(typ="safe", pure=True).load((project.root / "params.yaml").read_text(encoding="utf-8"))
     phase1, workers = _records(project)
     epochs = {"phase1": len(phase1["curve"]), "phase2": sum(len(worker["curve"]) for worker in workers) / _SIDE_BY_SIDE}

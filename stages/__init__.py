@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-# DVC starts a stage with whatever `python` is first on PATH; without the project's packages it could not even say so.
+# DVC starts a stage with the first `python` on PATH, which may lack the project's packages.
 for _top in ("click", "ruamel", "torch"):
     if importlib.util.find_spec(_top) is None:
         sys.exit(

@@ -1,6 +1,6 @@
 """python -m stages.analysis_page
 
-What the analysis found, as pictures and a page: `analysis/index.html`.
+The analysis as figures and a page: `analysis/index.html`.
 """
 
 from __future__ import annotations

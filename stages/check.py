@@ -19,7 +19,7 @@ from swap_pipeline.storage.files import write_text
 def main() -> None:
     with inputs_stay("check"):
         check()
-        # The same whatever the params are: what they change is for the other stages to say.
+        # Always the same, so that a valid edit does not rerun stages that do not depend on it.
         write_text(Path("data/checked.txt"), "params.yaml was checked\n")
 
 

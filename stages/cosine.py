@@ -1,9 +1,9 @@
 """torchrun --standalone --nproc-per-node 2 -m stages.cosine
 
-Over the course of training, the cosine between the descent direction and the direction to SWAP's output (the paper's
-Figure 4), at the models that `phase1.keep_epochs` and `phase2.keep_epochs` kept: `analysis/cosine.json`.
+During training, the cosine between the descent direction and the direction to SWAP's output (the paper's Figure 4), at
+the models kept by `phase1.keep_epochs` and `phase2.keep_epochs`: `analysis/cosine.json`.
 
-`python -m stages.cosine`, as DVC calls it, checks the params and starts the line above on all devices.
+`python -m stages.cosine`, as in dvc.yaml, checks the params and runs the command above on all devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def compute_cosines(params: Params, given: Analysis, folder: JobFolder) -> None:
-    """Be one of the ranks."""
+    """Run one of the ranks."""
     from swap_pipeline.analysis.gradient_direction import run_cosine_job, snapshots_of_phase1, snapshots_of_worker
     from swap_pipeline.config.common_params import setting_of
     from swap_pipeline.engine.distributed import process_group

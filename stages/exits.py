@@ -1,9 +1,9 @@
 """torchrun --standalone --nproc-per-node 2 -m stages.exits
 
-What would other exits from phase 1 have given? From its models after several epochs (`phase1.keep_epochs`), phase 2
-with a few workers and phase 3: `analysis/exits.json`.
+What other exits from phase 1 would have given: phase 2 with a few workers, then phase 3, from phase 1's models after
+several epochs (`phase1.keep_epochs`): `analysis/exits.json`.
 
-`python -m stages.exits`, as DVC calls it, checks the params and starts the line above on all devices.
+`python -m stages.exits`, as in dvc.yaml, checks the params and runs the command above on all devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def leave_elsewhere(params: Params, given: Analysis, folder: JobFolder) -> None:
-    """Be one of the ranks."""
+    """Run one of the ranks."""
     from swap_pipeline.analysis.exits import exits_of, run_exits_job
     from swap_pipeline.config.common_params import setting_of
     from swap_pipeline.config.seeds import derive_seed

@@ -3,7 +3,7 @@
 Train and test error on the plane through phase 1's model (LB), one worker (SGD) and SWAP, and on the plane through
 three workers (the paper's Figures 2 and 3): `analysis/landscape.json`.
 
-`python -m stages.landscape`, as DVC calls it, checks the params and starts the line above on all devices.
+`python -m stages.landscape`, as in dvc.yaml, checks the params and runs the command above on all devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def compute_planes(params: Params, given: Analysis, folder: JobFolder) -> None:
-    """Be one of the ranks."""
+    """Run one of the ranks."""
     from swap_pipeline.analysis.landscape_job import run_landscape_job
     from swap_pipeline.config.common_params import setting_of
     from swap_pipeline.engine.distributed import process_group

@@ -2,8 +2,8 @@
 
 Phase 1 of SWAP: all devices train one model with large batches, until its training accuracy passes τ.
 
-`python -m stages.phase1`, as DVC calls it, checks the params and starts the line above on the devices that share
-`phase1.shards` equally.
+`python -m stages.phase1`, as in dvc.yaml, checks the params and runs the command above on as many devices as divide
+`phase1.shards` evenly.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Phase 2 of SWAP: a worker refines phase 1's model with small batches, in a data order of its own.
 
-`python -m stages.phase2 --seed 3` starts the line above, and beside it every other seed of `workers.seeds` that DVC
-would have to train, in parallel over the devices; their turn then finds the work done. DVC itself leaves `--seed` out:
-it says which worker's turn it is by the name of the stage, `phase2@3`, in its variable DVC_STAGE.
+`python -m stages.phase2 --seed 3` runs the command above and, in parallel over the devices, every other seed of
+`workers.seeds` that DVC would have to train, so that their instances find the work done. dvc.yaml leaves `--seed` out:
+DVC names the worker in the variable DVC_STAGE, as in `phase2@3`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swap_pipeline.runtime.stage_process import collects, run_stage
 
 
 @click.command(help=__doc__)
-@click.option("--seed", "text", help="which worker, one of workers.seeds; by default the one whose turn it is in DVC")
+@click.option("--seed", "text", help="which worker, one of workers.seeds; by default the one that DVC runs")
 def main(text: str | None) -> None:
     params = read_params()
     instance = worker(chosen_seed(seed_in_dvc() if text is None else text, params.workers.seeds))
@@ -45,18 +45,18 @@ def main(text: str | None) -> None:
 
 
 def seed_in_dvc() -> str:
-    """The 3 of `phase2@3`, or of `../dvc.yaml:phase2@3` where DVC was called from another folder.
+    """The 3 in `phase2@3`, or in `../dvc.yaml:phase2@3` if DVC was called from another folder.
 
-    It does not stand in the command, since a shell would run what a params file has there.
+    It is not part of the command, since a shell would then interpret text from a params file.
     """
     stage, _, seed = os.environ.get("DVC_STAGE", "").rpartition(":")[2].partition("@")
     if stage != "phase2":
-        raise SwapError("--seed is missing: say which worker of workers.seeds is to be trained")
+        raise SwapError("--seed is missing: choose one of workers.seeds")
     return seed
 
 
 def chosen_seed(text: str, listed: tuple[int, ...]) -> int:
-    """One of `workers.seeds`; only those take part in the average, and only those are kept."""
+    """One of `workers.seeds`; others would be neither averaged nor kept."""
     if text not in map(str, listed):
         raise SwapError(f"--seed {shown(text)} is not in workers.seeds {list(listed)}: add it there first")
     return int(text)

@@ -1,11 +1,9 @@
 """torchrun --standalone --nproc-per-node 2 -m stages.phase3
 
-Phase 3 of SWAP: the mean of the workers' weights, with batch-norm statistics of its own; of all workers, or of those
-that `phase3.select` finds worth it. What that mean would have been, had phase 2 ended earlier, is measured too, after
-each of `phase2.keep_epochs`.
+Phase 3 of SWAP: the mean of the weights of all workers, or of those that `phase3.select` selects, with recomputed
+batch-norm statistics. Also evaluates the mean after each of `phase2.keep_epochs`, as if phase 2 had ended there.
 
-`python -m stages.phase3`, as DVC calls it, checks the params and starts the line above on as many devices as phase 1
-had.
+`python -m stages.phase3`, as in dvc.yaml, checks the params and runs the command above on as many devices as phase 1.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from swap_pipeline.runtime.stage_process import run_stage
 def main() -> None:
     params = read_params()
     if not is_rank():
-        # DVC hashes the whole folder of workers: one that is no longer listed must not be in it.
+        # DVC hashes the whole folder of workers, so those no longer listed must not be in it.
         first = worker(params.workers.seeds[0])
         for path in remove_unlisted(first.checkpoints.parent, first.record.parent, seeds=params.workers.seeds):
             click.echo(f"removed {path}: its seed is not in workers.seeds")
@@ -39,13 +37,13 @@ def main() -> None:
 
 
 def models_after(epoch: int, *, seeds: tuple[int, ...], epochs: int, cycles: int) -> dict[int, list[Path]]:
-    """What can be averaged if phase 2 ends after `epoch`: of each worker its model, and those of its past cycles."""
+    """Models to average if phase 2 ends after `epoch`: each worker's model then, and those of its past cycles."""
     names = models_if_ended(epoch, epochs=epochs, cycles=cycles)
     return {seed: [worker(seed).checkpoints / name for name in names] for seed in sorted(seeds)}
 
 
 def average_workers(params: Params, folder: JobFolder) -> None:
-    """Algorithm 1, phase 3, as one of its ranks; and the average had phase 2 ended earlier, at `phase2.keep_epochs`."""
+    """Algorithm 1, phase 3, as one of its ranks; also the averages at `phase2.keep_epochs`."""
     from swap_pipeline.averaging.job import run_averaging_job
     from swap_pipeline.averaging.mean import check_origin
     from swap_pipeline.config.common_params import setting_of

@@ -1,6 +1,6 @@
 """python -m stages.prepare
 
-Prepare the data set that `data.name` names: `data/prepared/`.
+Prepare the data set `data.name`: `data/prepared/`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """python -m stages.report
 
-Merge what the phases recorded into `metrics/swap.json`, `plots/curves.csv` and `report/`, and print the result.
+Merge the phases' records into `metrics/swap.json`, `plots/curves.csv` and `report/`, and print the result.
 """
 
 from __future__ import annotations

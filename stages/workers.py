@@ -1,9 +1,9 @@
 """torchrun --standalone --nproc-per-node 2 -m stages.workers
 
-Would more workers help? The accuracy of averages of 1, 2, … of the workers, and how far the workers are apart:
+Would more workers help? The accuracy of averages of 1, 2, … workers, and distances between workers:
 `analysis/workers.json`.
 
-`python -m stages.workers`, as DVC calls it, checks the params and starts the line above on all devices.
+`python -m stages.workers`, as in dvc.yaml, checks the params and runs the command above on all devices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def average_some(params: Params, given: Analysis, folder: JobFolder) -> None:
-    """Be one of the ranks."""
+    """Run one of the ranks."""
     from swap_pipeline.analysis.subsets import run_subsets_job
     from swap_pipeline.config.common_params import setting_of
     from swap_pipeline.config.kept_models import LAST_MODEL, models_of_cycles

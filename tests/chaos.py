@@ -96,7 +96,7 @@ class Fault:
 
 
 def processes_in(folder: Path) -> dict[int, str]:
-    """Living processes that work in a folder, with what they are: dvc, launcher, torchrun, rank."""
+    """Running processes of a folder by kind: dvc, launcher, torchrun, rank."""
     found = {}
     for pid in conftest.processes_in(folder):
         with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def wait_for(condition: Callable[[], Any], what: str, seconds: float = 180) -> A
 
 
 class Running:
-    """A command at work in a project, with a process group of its own."""
+    """A command running in a project, in its own process group."""
 
     def __init__(self, project: Project, *command: str, limit: int | None = None, **environment: str) -> None:
         self.project = project
@@ -338,7 +338,7 @@ def killed_while_writing() -> Callable[..., None]:
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[None]:
-    """A file system of its own under a folder, for as long as the block lasts."""
+    """A separate file system mounted on a folder during the block."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
     try:
@@ -367,7 +367,7 @@ def disk_full() -> Callable[..., None]:
                 raise TooLateError
             check_one_line(run, "no space")
             check_no_half_files(project)
-            if rng.random() < 0.5:  # room is made, and the work goes on where it was
+            if rng.random() < 0.5:  # space is freed, and the job resumes
                 subprocess.run(["mount", "-o", "remount,size=64m", str(scratch)], check=True)
                 project.run(sys.executable, "-m", *STAGES[stage])
                 check_swept(project)
@@ -506,7 +506,7 @@ def result_damaged(project: Project, stage: str, rng: random.Random) -> None:
 
 
 def loader_killed(project: Project, stage: str, rng: random.Random) -> None:
-    """A process that decodes images is killed: its rank notices, and the work goes on or ends in one line."""
+    """Kill a process that decodes images: its rank notices, and the job continues or ends with a one-line error."""
     run = start(project, stage)
     run.until(random_moment(project, stage, rng))
     ranks = set(run.find("rank"))
@@ -525,7 +525,7 @@ def no_loader_can_start(project: Project, stage: str, rng: random.Random) -> Non
 
 
 def pipe_in_place(of: Callable[[Project], Path]) -> Callable[..., None]:
-    """A named pipe where a file is expected: nobody waits for what never comes, and the error names it."""
+    """A named pipe in place of a file: nothing waits forever, and the error names it."""
 
     def strike(project: Project, stage: str, rng: random.Random) -> None:
         path = of(project)
@@ -646,7 +646,7 @@ def two_at_once(project: Project, stage: str, rng: random.Random) -> None:
 
 
 def two_experiments(project: Project, stage: str, rng: random.Random) -> None:
-    """Two experiments with one phase 1 side by side: it is trained once, and each averages workers of its own."""
+    """Two experiments at a time that share phase 1: it is trained once, and each averages its own workers."""
     project.dvc("exp", "run", "--queue", "-n", "one")
     project.dvc("exp", "run", "--queue", "-n", "other", "-S", "phase2.peak_lr=0.02")
     project.dvc("queue", "start", "-j", "2")
@@ -663,7 +663,7 @@ def two_experiments(project: Project, stage: str, rng: random.Random) -> None:
 
 
 def check_trained_once(output: str, seeds: int = 2) -> None:
-    """Every job has begun once, whoever began it; outputs show what a process has trained, not what it found."""
+    """Every job was started once, by any process; outputs show what a process trained, not what it found."""
     for job, times in (("phase1", 1), ("phase2 seed", seeds)):
         begun = len(re.findall(rf"^\S*{job}.*: epoch 1/", output, re.MULTILINE))
         if begun != times:
@@ -678,7 +678,7 @@ def bad_worker(project: Project, stage: str, rng: random.Random, *, times: int =
     run = Running(project, "dvc", "repro", SWAP_CHAOS=json.dumps(death), PYTHONPATH=str(SABOTAGE))
     code = run.end(400)
     if times == 1:
-        if code != 0 or "phase2 seed 1: starting it once more" not in run.output:
+        if code != 0 or "phase2 seed 1: restarting it" not in run.output:
             raise LostError(f"a worker that failed once was not helped:\n{run.output}")
         return
     if code == 0 or "phase2 seed 1 failed with exit code 3" not in run.output:

@@ -88,7 +88,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 90) -> None:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Living processes that work in a folder."""
+    """Running processes of a folder."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -201,7 +201,7 @@ def set_params(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def make_project(root: Path) -> Project:
-    """The files of this repository with 240 training and 120 test images, committed to a git of its own."""
+    """The files of this repository with 240 training and 120 test images, committed to their own git repository."""
     import torch
 
     from swap_pipeline.storage.tensor_files import read_tensors, write_tensors
@@ -292,5 +292,5 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture
 def finished(finished_project: Project, tmp_path: Path) -> Project:
-    """A copy of the finished project, to go on from."""
+    """A copy of the finished project to work on."""
     return finished_project.copy_to(tmp_path / "project")

@@ -389,10 +389,10 @@ class Tally:
 def fuzz(
     kind: str, draw: Callable[[random.Random], Mutant], answer: Callable[[Mutant], str | None], *, count: int = COUNT
 ) -> Tally:
-    """Draw so many mutants and have each answered.
+    """Draw `count` mutants and check the answer to each.
 
-    `answer` raises a `SwapError`, or returns what is wrong with a result, None for nothing. All that went wrong is
-    told together, each with what it takes to draw it again.
+    `answer` raises a `SwapError`, or returns what is wrong with a result, or None. All problems are reported together,
+    each with what is needed to draw it again.
     """
     tally, wrong = Tally(), []
     with limits():

@@ -215,7 +215,7 @@ def test_an_analysis_whose_dvc_was_killed_leaves_its_result_to_the_next(analysed
     assert not (analysed.root / "analysis/landscape.json").exists(), "by now another dvc may have other plans"
     assert analysed.trained("landscape") == 2
 
-    assert "trained before, taken from" in analysis(analysed, "repro", "landscape")
+    assert "already trained, taken from" in analysis(analysed, "repro", "landscape")
 
     assert len(analysed.json("analysis/landscape.json")["planes"][0]["test_error"]) == 5
 

@@ -60,7 +60,7 @@ def test_a_recipe_is_one_of_the_names_in_its_folder_and_never_a_path(inside: Pat
 def test_a_recipe_that_is_a_link_out_of_the_project_is_refused(inside: Path, tmp_path: Path) -> None:
     (inside / "recipes" / "linked.yaml").symlink_to(tmp_path / "x.yaml")
 
-    with pytest.raises(SwapError, match=r"recipes/linked\.yaml leads out of this project"):
+    with pytest.raises(SwapError, match=r"recipes/linked\.yaml is a link to .* outside of this project"):
         list_recipes()
 
     assert not (inside / "params.yaml").exists()

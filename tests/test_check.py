@@ -165,7 +165,7 @@ def test_a_worker_is_chosen_by_hand_or_by_the_name_that_dvc_gives(finished: Proj
     nowhere = finished.stage("phase2")
 
     taken = [
-        done.stdout for done in (by_hand, under_dvc, from_elsewhere) if "phase2 seed 1: trained before" in done.stdout
+        done.stdout for done in (by_hand, under_dvc, from_elsewhere) if "phase2 seed 1: already trained" in done.stdout
     ]
     assert len(taken) == 3
     assert_one_line(nowhere, "--seed is missing")

@@ -1,4 +1,4 @@
-"""`swap clean`: what no listed run needs goes, what is needed or at work stays."""
+"""`swap clean`: removes what no run needs, keeps what is needed or running."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_other_params_made_goes_and_the_rest_is_found_by_the_next_run(here:
     assert not stale.exists()
     assert stages_in_scratch() == ALL_JOBS
     again = finished.stage("phase1")
-    assert "trained before, taken from" in again.stdout, again.stderr
+    assert "already trained, taken from" in again.stdout, again.stderr
 
 
 def test_a_seed_that_is_no_longer_listed_is_stale_and_one_that_is_stays(here: Path, finished: Project) -> None:
@@ -156,7 +156,7 @@ def test_what_a_larger_machine_or_cluster_trained_is_needed_too(here: Path) -> N
 
     assert all(entry.is_needed for entry in (*known, *unknown))
     assert [entry.why for entry in unknown if "perhaps needed" in entry.why] == [
-        "finished, perhaps needed (it does not say which run it is of)"
+        "finished, perhaps needed (no description of its run)"
     ]
 
 

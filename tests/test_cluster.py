@@ -117,7 +117,7 @@ def test_a_job_of_which_only_the_number_is_known_is_refused(monkeypatch: pytest.
 
 def test_a_launcher_that_there_is_no_place_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWAP_LAUNCHER", "srun")
-    with pytest.raises(SwapError, match="SWAP_LAUNCHER is srun, but this is no Slurm job"):
+    with pytest.raises(SwapError, match="SWAP_LAUNCHER is srun, but this is not a Slurm job"):
         this_machine()
     monkeypatch.setenv("SWAP_LAUNCHER", "sbatch")
     with pytest.raises(SwapError, match=r"there is no cluster.yaml: copy cluster.example.yaml"):
@@ -200,7 +200,7 @@ def test_a_job_of_which_slurm_does_not_say_whether_it_has_gpus_does_not_train_on
     assert this_machine().device_type == "cpu"
     monkeypatch.setenv("SWAP_DEVICE", "cuda")
     monkeypatch.setenv("SLURM_GPUS", "1")
-    with pytest.raises(SwapError, match="2 nodes, but GPUs: 1: ask for --gpus-per-node"):
+    with pytest.raises(SwapError, match="2 nodes but 1 GPUs: request --gpus-per-node"):
         this_machine()
 
 

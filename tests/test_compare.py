@@ -195,7 +195,7 @@ def test_methods_change_the_recipe_whatever_an_applied_experiment_left_in_params
     compared.run("dvc", "exp", "apply", "small_batch-0")
     output = compared.swap("compare").stdout
     assert "3 of 3 experiments are up to date" in output
-    assert "note: params.yaml is not used for " in output
+    assert "note: ignored edits of params.yaml: " in output
     assert "phase2.epochs (0, recipe 8)" in output
     assert compared.ran() == []
 
@@ -232,7 +232,7 @@ def test_a_method_that_fails_leaves_the_others_and_its_old_result_alone(compared
         "small_batch-0: failed: error: this stage was told to fail (log: .swap/compare/small_batch-0.log)"
         in done.stdout
     )
-    assert "older than the present params or code: small_batch-0" in done.stdout
+    assert "older than the current params or code: small_batch-0" in done.stdout
     assert "epochs: 32" in compared.show("swa_large_then_small-0", "params.yaml")
     assert compared.show("small_batch-0", "metrics/swap.json") == before
     assert compared.experiments() == NAMES and not compared.folders()
@@ -407,12 +407,12 @@ def _no_methods(project: StandIn) -> None:
         (
             lambda project: project.edit("recipes/tiny.methods.yaml", "swap: {}", "swap-1: {}"),
             (),
-            "recipes/tiny.methods.yaml: 'swap-1' cannot be the name of a method: use letters, digits and _",
+            "recipes/tiny.methods.yaml: 'swap-1' is not a valid name of a method: use letters, digits and _",
         ),
         (
             lambda project: project.edit("params.yaml", "root: data/raw", "root: nowhere"),
             (),
-            "params.yaml: data.root is nowhere, which does not exist: put the data there, or correct it",
+            "params.yaml: data.root is nowhere, which does not exist: put the data there, or fix the path",
         ),
         (lambda project: None, ("--methods", "swop"), "has no method 'swop': did you mean swap?"),
         (lambda project: None, ("--seeds", "0,x"), "--seeds has 'x': write whole numbers, such as 0,1,2"),
@@ -457,10 +457,8 @@ def test_tables_of_an_earlier_commit_are_shown_on_request_and_say_so(compared: S
     compared.run("git", "commit", "-q", "--allow-empty", "-m", "next")
     done = compared.swap("tables", check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith(
-        "error: no experiment of recipe tiny started from this commit: `swap compare` runs them"
-    )
-    assert done.stderr.endswith(", or see those of earlier commits with --all\n")
+    assert done.stderr.startswith("error: no experiment of recipe tiny started from this commit: run `swap compare`")
+    assert done.stderr.endswith(", or use --all for those of earlier commits\n")
     assert f"small_batch-0 is from commit {commit}" in compared.swap("tables", "--all").stdout
     compared.swap("compare", "--methods", "small_batch")
     notes = compared.swap("tables", "--all").stdout

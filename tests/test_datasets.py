@@ -192,7 +192,7 @@ def test_a_harmed_data_set_is_refused_with_the_command_that_brings_it_back(
         with (tmp_path / "data" / SHIPPED.name).open("r+b") as file:
             file.truncate(1_000_000)
 
-    with pytest.raises(SwapError, match=r"data/fashion-mini\.safetensors is missing or damaged: `git checkout"):
+    with pytest.raises(SwapError, match=r"data/fashion-mini\.safetensors is missing or damaged: run `git checkout"):
         prepare(settings("fashion-mini"), tmp_path / "prepared")
 
     assert not (tmp_path / "prepared").exists()
@@ -406,7 +406,7 @@ def test_a_download_with_another_checksum_is_refused_and_not_kept(
             prepare(settings("cifar10"), here / "prepared")
 
     assert str(caught.value) == (
-        f"cifar-10-binary.tar.gz cannot be downloaded (what came has another checksum): "
+        f"cifar-10-binary.tar.gz cannot be downloaded (the download has the wrong checksum): "
         f"get it from {url} and put it into data/raw"
     )
     assert all_files(here) == []
@@ -611,7 +611,7 @@ def test_more_images_than_there_are_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(ROOT)
 
     with pytest.raises(
-        SwapError, match=r"data\.train_images is 10001, but fashion-mini has 10000: lower it, or write all"
+        SwapError, match=r"data\.train_images is 10001, but fashion-mini has 10000: lower it, or set it to all"
     ):
         prepare(settings("fashion-mini", train_images=10_001), tmp_path / "prepared")
 

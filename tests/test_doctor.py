@@ -63,7 +63,7 @@ def test_in_a_new_project_nothing_is_wrong_and_everything_is_looked_at(here: Pro
     )
     assert topics == set(expected.split())
     assert {line.split()[0] for line in lines[:-2]} <= {"ok", "note"}
-    assert "nothing keeps `dvc repro` from running" in lines[-1]
+    assert lines[-1].startswith("`dvc repro` can run")
     assert files() == before
     assert not (here.root / ".dvc/cache").exists()
 
@@ -77,7 +77,7 @@ def test_json_says_the_same(here: Project) -> None:
         "problems": 1,
         "findings": [{"status": "ok", "topic": "a", "text": "b"}, {"status": "problem", "topic": "c", "text": "d"}],
     }
-    assert text_of(findings).splitlines()[-1].startswith("1 to solve before")
+    assert text_of(findings).splitlines()[-1].startswith("1 problem to fix before")
 
 
 def test_broken_params_are_told_and_the_rest_is_still_looked_at(here: Project) -> None:
@@ -149,7 +149,7 @@ def test_missing_data_is_told_with_what_will_happen(here: Project) -> None:
     assert "cifar-10-binary.tar.gz will be downloaded" in found("data", "note")[0]
 
     (here.root / "data/raw/cifar-10-binary.tar.gz").write_bytes(b"x")
-    assert "its official files are there" in found("data", "ok")[0]
+    assert "found its official files" in found("data", "ok")[0]
 
 
 @pytest.mark.parametrize(("finished_before", "status"), [(False, "problem"), (True, "note")])
@@ -186,7 +186,7 @@ def test_half_precision_that_this_cpu_cannot_do_stops_only_who_asks_for_it(
 
     monkeypatch.setattr(precision, "check_cpu", cannot)
     assert problems() == {}
-    assert found("precision", "note") == ["this CPU cannot do bf16 (signal 4): leave compute.precision at auto or fp32"]
+    assert found("precision", "note") == ["this CPU lacks bf16 (signal 4): leave compute.precision at auto or fp32"]
 
     here.set_params({"compute.precision": "bf16"})
     assert "which this CPU cannot run" in problems()["precision"]
@@ -202,12 +202,12 @@ def test_stale_scratch_is_told_with_its_size(here: Project) -> None:
 
     (told,) = found("scratch", "note")
 
-    assert "1 are of no listed run, `swap clean` frees 5.0" in told
+    assert "the current params do not use 1, `swap clean` frees 5.0" in told
 
 
 def test_the_link_type_is_the_one_that_dvc_would_use(here: Project) -> None:
     here.dvc("config", "cache.type", "symlink")
-    assert "come out of it as symlink" in found("DVC", "ok")[0]
+    assert "checked out as symlink" in found("DVC", "ok")[0]
 
     here.dvc("config", "cache.type", "copy")
     assert "as copy" in found("DVC", "note")[0]
@@ -216,7 +216,7 @@ def test_the_link_type_is_the_one_that_dvc_would_use(here: Project) -> None:
 def test_git_is_told_as_it_is(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found("git", "ok")[0].startswith("main at ")
     (here.root / "dvc.yaml").write_text((here.root / "dvc.yaml").read_text() + "\n")
-    assert "1 files are not committed (dvc.yaml)" in found("git", "note")[0]
+    assert "1 uncommitted files (dvc.yaml)" in found("git", "note")[0]
 
 
 def test_a_check_that_breaks_does_not_end_the_others(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_check_that_breaks_does_not_end_the_others(here: Project, monkeypatch:
 
     monkeypatch.setattr(doctor, "_dvc", broken)
 
-    assert found("DVC", "note") == ["could not be looked at (RuntimeError: out of order)"]
+    assert found("DVC", "note") == ["could not be checked (RuntimeError: out of order)"]
     assert found("git")
 
 
@@ -242,14 +242,14 @@ def test_what_stands_in_the_place_of_scratch_is_a_problem(finished: Project, obs
     done = finished.run(sys.executable, "-m", "swap_pipeline.cli", "doctor", check=False)
 
     assert done.returncode == 1
-    assert ".swap is not a folder, but there must be one" in done.stdout
+    assert ".swap must be a folder, but is something else" in done.stdout
 
 
 def test_where_there_is_no_gpu_a_trial_says_so(here: Project) -> None:
     (told,) = doctor_gpu.examine_gpus(Path("params.yaml"))
     assert (told.status, told.text) == (
         "problem",
-        "there is no GPU to try (devices, above): run this where there is one",
+        "no GPU to try (see devices above): run this on a machine with GPUs",
     )
 
 

@@ -339,11 +339,11 @@ def test_of_a_snapshot_training_takes_what_is_in_it_or_the_one_before_it(
             return None if curve == [] and not newer.exists() else f"said {said!r}"
         if not newer.exists():
             if newer.with_suffix(".damaged").read_bytes() != mutant.content:
-                return "what was set aside is not what was there"
+                return "the renamed file is not the one that was there"
             if "warning: " not in said or said.count("\n") != 1 or newer.name not in said:
                 return f"no warning in one line: {said!r}"
             whole = equal(found, before.tensors) and [row.epoch for row in curve] == [1]
-            raise SwapError(said.strip()) if whole else AssertionError("it did not go on from the one before")
+            raise SwapError(said.strip()) if whole else AssertionError("it did not resume from the one before")
         if said:
             return f"said {said!r}"
         if not equal(found, mutant.tensors):

@@ -89,7 +89,7 @@ def test_without_any_the_cpu_is_used(machine: Any, variables: dict[str, str]) ->
     [
         (
             {"STAND_IN_CUDA": "11040"},
-            "the GPU driver is for CUDA 11.4, but torch {torch} needs CUDA {cuda}: update the driver to {driver} or "
+            "the GPU driver supports CUDA 11.4, but torch {torch} needs CUDA {cuda}: update the driver to {driver} or "
             "newer, or install a torch for CUDA 11, see docs/gpus.md, or set SWAP_DEVICE=cpu",
         ),
         (
@@ -245,7 +245,7 @@ def test_a_stage_says_the_same_line_as_doctor(project: Project, driver: dict[str
     by_hand = project.stage("phase1", **old, TORCHELASTIC_RUN_ID="x", RANK="0", WORLD_SIZE="1")
     told = json.loads(project.swap("doctor", "--json", **old).stdout)["findings"]
 
-    assert_one_line(stage, "the GPU driver is for CUDA 11.4")
+    assert_one_line(stage, "the GPU driver supports CUDA 11.4")
     assert by_hand.stderr.splitlines()[-1] == stage.stderr.strip()
     problems = [each["text"] for each in told if each["status"] == "problem"]
     assert problems == [stage.stderr.strip().removeprefix("error: ")]

@@ -166,7 +166,7 @@ def test_of_test_and_val_test_is_taken_and_that_is_said(root: Path, out: Path) -
 
     expected = by_hand(root, ["test/cat/a.png", "test/dog/a.png"])
     np.testing.assert_array_equal(arrays(out / "test.safetensors")["images"], expected)
-    assert f"note: {root} has both test and val: test is what is tested on" in line
+    assert f"note: {root} has both test and val: test is used for testing" in line
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "LA"])
@@ -634,7 +634,7 @@ def test_imagenets_own_test_images_which_have_no_labels_are_left_alone(root: Pat
     line = prepare(settings(root, "imagenet"), out)
 
     assert "5 training and 2 test images" in line
-    assert f"note: {root} has both val and test: val is what is tested on" in line
+    assert f"note: {root} has both val and test: val is used for testing" in line
 
 
 def test_imagenets_validation_images_must_be_sorted_into_class_folders(root: Path, out: Path) -> None:
@@ -664,7 +664,7 @@ def test_folders_that_are_links_are_told_since_dvc_does_not_look_behind_them(roo
 
     line = prepare(settings(root), out)
 
-    assert "warning: 1 folders in" in line and "are links (train/cat): DVC does not look behind them" in line
+    assert "warning: 1 folders in" in line and "are links (train/cat): DVC does not follow them" in line
 
 
 @pytest.mark.skipif(REAL is None, reason="SWAP_TEST_IMAGE_FOLDER names no folder of images of one size")

@@ -46,7 +46,7 @@ def test_where_nccl_ends_the_ranks_that_wait_the_one_they_waited_for_is_named(jo
 
     text, may_pass = told_of(job, 1)
 
-    assert text.startswith("phase1 was ended: rank 1 did not answer for 30 minutes (SWAP_TIMEOUT_MINUTES): ")
+    assert text.startswith("phase1 was killed: rank 1 did not answer for 30 minutes (SWAP_TIMEOUT_MINUTES): ")
     assert "\n" not in text
     assert may_pass
 
@@ -84,7 +84,7 @@ def test_a_rank_that_was_killed_is_told_in_one_line_with_the_way_out(job: Job) -
 
     text, _ = told_of(job, 1)
 
-    assert text.startswith("phase1 failed: its rank 1 was ended by signal 9, as the system does when memory runs out")
+    assert text.startswith("phase1 failed: its rank 1 was killed by signal 9, as the system does when memory runs out")
     assert "lower batch_size" in text and "`dvc repro` resumes" in text
     assert "\n" not in text
 
@@ -93,15 +93,15 @@ def test_any_other_end_shows_the_end_of_the_log(job: Job) -> None:
     (job.folder.path / STDERR_FILE).write_text("Fatal Python error: Segmentation fault\n")
     text, _ = told_of(job, -11)
     assert text.splitlines() == [
-        f"phase1 was ended by signal 11; the end of {job.folder.path / STDERR_FILE}:",
+        f"phase1 was killed by signal 11; the end of {job.folder.path / STDERR_FILE}:",
         "Fatal Python error: Segmentation fault",
     ]
 
 
 def test_an_error_that_found_no_room_on_the_disk_is_not_taken_for_one_without_words(job: Job) -> None:
     (job.folder.path / "error_0.txt").touch()
-    (job.folder.path / "error_1.txt").write_text("no space is left on the disk")
-    assert told_of(job, 1) == ("no space is left on the disk", False)
+    (job.folder.path / "error_1.txt").write_text("no space left on the disk")
+    assert told_of(job, 1) == ("no space left on the disk", False)
 
 
 RANK_OF_ITS_OWN_SESSION = """

@@ -246,11 +246,11 @@ def test_a_plane_that_cannot_be_had_is_left_out_with_the_reason() -> None:
     assert charts == []
     assert [entry["name"] for entry in left_out] == ["phases", "workers"]
     assert "with one worker, SWAP is that worker" in left_out[0]["why"]
-    assert "there is 1" in left_out[1]["why"]
+    assert "there is only 1" in left_out[1]["why"]
 
     charts, left_out = charts_of(vectors(2), seeds=[0, 1], grid=3, margin=0.1)
     assert [chart.name for chart in charts] == ["phases"]
-    assert "there are 2" in left_out[0]["why"]
+    assert "there are only 2" in left_out[0]["why"]
 
     straight = {**vectors(3), "worker 1": torch.zeros(8, dtype=torch.float64)}
     straight["worker 2"] = -straight["worker 0"]

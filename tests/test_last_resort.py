@@ -1,4 +1,4 @@
-"""What nobody foresaw: one line that says what was being done, and SWAP_DEBUG=1 for the place in the code."""
+"""Unexpected errors: one line that names the operation, and a traceback with SWAP_DEBUG=1."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_in_the_place_of_a_folder_is_named(finished: Project, name: str,
     assert callable(put)
     put(path)
 
-    assert_one_line(finished.stage("phase1"), f"phase1: {name} is not a folder, but there must be one")
+    assert_one_line(finished.stage("phase1"), f"phase1: {name} must be a folder, but is something else")
 
 
 @pytest.mark.parametrize("number", ["EIO", "ESTALE"])
@@ -74,7 +74,7 @@ def test_a_disk_that_fails_a_rank_is_said_in_a_line_after_a_second_try(finished:
 
     done = finished.stage("phase1", PYTHONPATH=path)
 
-    assert "phase1: starting it once more" in done.stdout
+    assert "phase1: restarting it" in done.stdout
     assert_one_line(done, "unexpected error in rank 0: ", "Input/output error", "'model.safetensors'", "SWAP_DEBUG=1")
     (log,) = (log for log in (finished.root / ".swap/phase1").glob("*/stderr.log") if "Traceback" in log.read_text())
     assert "Input/output error" in log.read_text()

@@ -284,5 +284,5 @@ def test_a_loader_that_is_killed_is_noticed(folder: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("swap_pipeline.data.loader.decode", kill_oneself)
 
-    with pytest.raises(SwapError, match=r"a process that decodes images was ended .*worker.*"):
+    with pytest.raises(SwapError, match=r"a process that decodes images was killed .*worker.*"):
         epoch(opened(folder))

@@ -1,4 +1,4 @@
-"""Locks: whoever asks changes nothing, and no file but a lock is ever written."""
+"""Locks: asking changes nothing, and no file other than a lock is ever written."""
 
 from __future__ import annotations
 

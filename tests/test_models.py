@@ -437,14 +437,14 @@ def test_options_go_to_the_function_of_torchvision() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "complaint"),
     [
-        ("torchvision:resnet18", {"zzz": 1}, "options.zzz is no option of torchvision:resnet18"),
+        ("torchvision:resnet18", {"zzz": 1}, "options.zzz is not an option of torchvision:resnet18"),
         ("torchvision:vit_b_16", {"img_size": 32}, "options.img_size .* did you mean image_size"),
         ("torchvision:mobilenet_v3_small", {"width_mul": 1}, "options.width_mul .* did you mean width_mult"),
-        ("torchvision:convnext_tiny", {"depth": 1}, "options.depth is no option of torchvision:convnext_tiny"),
-        ("torchvision:resnet18", {"layers": [1, 1, 1, 1]}, "options.layers is no option"),
+        ("torchvision:convnext_tiny", {"depth": 1}, "options.depth is not an option of torchvision:convnext_tiny"),
+        ("torchvision:resnet18", {"layers": [1, 1, 1, 1]}, "options.layers is not an option"),
         ("torchvision:vit_b_16", {"image_size": 33}, "options do not fit torchvision:vit_b_16: .*patch size"),
         ("torchvision:resnet18", {"norm_layer": "x"}, "options do not fit torchvision:resnet18: .*not callable"),
-        ("timm:test_vit", {"imgsize": 32}, "options.imgsize is no option of timm:test_vit"),
+        ("timm:test_vit", {"imgsize": 32}, "options.imgsize is not an option of timm:test_vit"),
         ("timm:test_resnet", {"norm_layer": "x"}, "options do not fit timm:test_resnet"),
     ],
 )
@@ -468,13 +468,13 @@ GAMMA = ["zero_init_residual", "zero_init_last"]
     + [(key, "set model.zero_init_last_gamma") for key in GAMMA],
 )
 def test_options_that_load_something_or_are_set_elsewhere_are_refused(name: str, key: str, way_out: str) -> None:
-    with pytest.raises(SwapError, match=rf"^params\.yaml: model\.options\.{key} is no option .*{way_out}"):
+    with pytest.raises(SwapError, match=rf"^params\.yaml: model\.options\.{key} is not an option .*{way_out}"):
         describe(name, options={key: True})
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, [[{"a": 1}]], float("nan"), float("inf"), object()])
 def test_options_of_libraries_are_plain_values(value: Any) -> None:
-    with pytest.raises(SwapError, match=r"^params\.yaml: model\.options\.block is .*options are numbers"):
+    with pytest.raises(SwapError, match=r"^params\.yaml: model\.options\.block is .*options can be numbers"):
         describe("timm:test_resnet", options={"block": value})
 
 
@@ -667,7 +667,7 @@ def test_settings_that_an_own_network_does_not_take_are_named(own: Path) -> None
     ],
 )
 def test_options_of_an_own_network_do_not_repeat_other_entries(own: Path, key: str, way_out: str) -> None:
-    with pytest.raises(SwapError, match=rf"^params\.yaml: model\.options\.{key} is no option: .*{way_out}"):
+    with pytest.raises(SwapError, match=rf"^params\.yaml: model\.options\.{key} is not an option: .*{way_out}"):
         describe("nets.small:deep", width=4, options={key: 1})
 
 
@@ -826,7 +826,7 @@ def test_published_weights_of_torchvision_are_taken_but_for_the_classifier(
     for key, tensor in network.state_dict().items():
         assert torch.equal(tensor, before.state_dict()[key] if key in new else tensors[key]), key
     (line,) = capsys.readouterr().out.splitlines()
-    assert line == f"published weights of torchvision:squeezenet1_1: all but {', '.join(new)}, which stay new"
+    assert line == f"published weights of torchvision:squeezenet1_1: all but {', '.join(new)}, which start at random"
 
 
 def test_published_weights_are_taken_whole_where_the_number_of_classes_is_theirs(
@@ -888,7 +888,7 @@ def test_published_weights_of_timm_are_taken_but_for_the_classifier(
         tensors["conv1.0.weight"] = tensors["conv1.0.weight"].sum(dim=1, keepdim=True)
     for key, tensor in network.state_dict().items():
         torch.testing.assert_close(tensor, before.state_dict()[key] if key.startswith("fc.") else tensors[key])
-    assert "all but fc.weight, fc.bias, which stay new" in capsys.readouterr().out
+    assert "all but fc.weight, fc.bias, which start at random" in capsys.readouterr().out
 
 
 def test_weights_are_downloaded_once_into_the_project(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -937,7 +937,7 @@ def test_weights_that_cannot_be_downloaded_are_told_in_one_line_with_what_to_do(
         load_pretrained(nn.Linear(1, 1), description)
 
     line = str(refused.value)
-    assert line.startswith(f"params.yaml: model.pretrained: the weights of {name} cannot be had from https://")
+    assert line.startswith(f"params.yaml: model.pretrained: the weights of {name} cannot be downloaded from https://")
     assert line.endswith(f": save them as .swap/downloads/{file_name}, or set model.pretrained: false")
     assert "\n" not in line
     assert [path for path in root.rglob("*") if path.is_file() and not path.name.endswith(".lock")] == []

@@ -85,7 +85,7 @@ def own_project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 @pytest.fixture
 def own(own_project: Project, tmp_path: Path) -> Project:
-    """A copy of it, photos and all, to go on from."""
+    """A copy of it, including the photos, to work on."""
     shutil.copytree(own_project.root.parent / "photos", tmp_path / "photos")
     shutil.copy(own_project.root.parent / "output.txt", tmp_path / "output.txt")
     copy = own_project.copy_to(tmp_path / "project")
@@ -147,12 +147,13 @@ def test_the_network_is_rebuilt_by_predict_from_the_file_and_the_users_code(own:
 
 def test_an_edit_to_the_network_that_dvc_does_not_know_of_is_still_another_job(own: Project) -> None:
     """The project's dvc.yaml does not list networks.py, which is said; scratch must not mix old and new code."""
-    assert "note: networks.py makes the network, but DVC does not know" in (own.root.parent / "output.txt").read_text()
+    output = (own.root.parent / "output.txt").read_text()
+    assert "note: DVC does not know that networks.py defines the network" in output
     before = own.bytes_of("checkpoints/phase2/seed_0/model.safetensors")
     text = (own.root / "networks.py").read_text()
     (own.root / "networks.py").write_text(text.replace("nn.Dropout(0.1)", "nn.Dropout(0.5)"))
     done = own.stage("phase2", "--seed", "0")
-    assert done.returncode == 0 and "trained before" not in done.stdout
+    assert done.returncode == 0 and "already trained" not in done.stdout
     assert own.bytes_of("checkpoints/phase2/seed_0/model.safetensors") != before
     listed = (
         (own.root / "dvc.yaml")
@@ -232,7 +233,7 @@ def test_loaders_of_a_killed_rank_end_too(own: Project) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"phase1.image_size": None}, "phase1.image_size is missing: these images are read from files of any size"),
+        ({"phase1.image_size": None}, "phase1.image_size is missing: images come from files of any size"),
         ({"phase1.image_size": 2}, "augment.cutout is 3, larger than the images (2 pixels): lower it"),
         ({"model.name": "networks:tinny"}, "tiny"),
         ({"phase1.batch_size": [[0, 8], [1, 5]]}, "phase1.batch_size is 5, which 2 shards cannot share equally"),

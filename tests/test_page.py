@@ -223,7 +223,7 @@ def test_the_report_says_nothing_of_a_phase_2_that_there_is_not(without_phase2: 
 def test_the_report_tells_what_differs_from_the_recipe(written: Path) -> None:
     page = Reader(read(written, "report"))
     assert ["phase2.peak_lr", "0.2", "0.1"] in page.rows
-    assert ["model.options.<b>depth</b>", "3", "– (not there)"] in page.rows
+    assert ["model.options.<b>depth</b>", "3", "– (not set)"] in page.rows
     assert ["phase2.epochs", "8"] in page.rows
     marked = [attributes for attributes in page.named("tr") if attributes.get("class") == "marked"]
     assert len(marked) == 1 + 2  # SWAP's row, and both in the list of all params
@@ -308,7 +308,7 @@ def test_the_page_of_tables_has_them_with_the_best_in_bold(written: Path) -> Non
     rows = Reader(text).rows
     assert ["SGD (small-batch)", "2", "91.05 ± 0.07", "2", "152.5 ± 0.7", "305.0 ± 1.4", "+0.20"] in rows
     assert "<strong>91.25 ± 0.07</strong>" in text  # small-batch SWA
-    assert "<title>SWAP beside plain training and SWA</title>" in text
+    assert "<title>SWAP, plain training and SWA</title>" in text
     assert text.count("data:image/svg+xml") == 2
 
 
@@ -341,7 +341,7 @@ def test_what_was_not_analysed_is_told_with_the_remedy() -> None:
     text = analysis_page(records, drawings={d.name: d for d in drawings}, pictures={"workers_accuracy": b""})
     assert "The plane workers is left out: only 2 &lt;workers&gt;." in text
     assert "<code>phase1.keep_epochs</code>" in text
-    assert "add to <code>workers.seeds</code>" in text
+    assert "add seeds to <code>workers.seeds</code>" in text
 
 
 def test_a_report_of_missing_records_ends_in_one_line(tmp_path: Path) -> None:

@@ -263,14 +263,14 @@ def test_a_worker_that_fails_keeps_the_others_and_is_trained_alone_the_next_time
     first = finished.dvc("repro", "--single-item", "phase2@0")
     failed = finished.dvc("repro", check=False)
 
-    assert "phase2 seed 1 failed and will be tried again at its turn" in first
+    assert "phase2 seed 1 failed; it will be tried again when its turn comes" in first
     assert "RuntimeError: injected" in failed
     assert "failed to reproduce 'phase2@1'" in failed
     assert finished.trained("phase2") == 5
     (finished.root / "broken").unlink()
-    mended = finished.dvc("repro")
-    assert "phase2 seed 1: epoch 2/2" in mended
-    assert "phase2 seed 2: epoch" not in mended
+    fixed = finished.dvc("repro")
+    assert "phase2 seed 1: epoch 2/2" in fixed
+    assert "phase2 seed 2: epoch" not in fixed
 
 
 def test_an_unexpected_error_shows_the_rank_s_own_traceback(finished: Project) -> None:
@@ -286,7 +286,7 @@ def test_an_unexpected_error_shows_the_rank_s_own_traceback(finished: Project) -
 def test_a_stage_run_again_by_hand_changes_nothing_and_says_where_the_result_is_from(finished: Project) -> None:
     for stage in (["phase1"], ["phase2", "--seed", "0"], ["phase1"]):
         done = finished.stage(*stage)
-        assert "trained before, taken from" in done.stdout
+        assert "already trained, taken from" in done.stdout
     assert finished.run("git", "status", "--porcelain").stdout == ""
     assert "up to date" in finished.dvc("status", "dvc.yaml")
 

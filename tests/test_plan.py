@@ -256,7 +256,7 @@ def test_memory_is_weights_gradients_and_momentum() -> None:
 def test_workers_without_a_slot_wait_for_the_next_round(gpus: int, shards: int, slots: int, rounds: int) -> None:
     plan = plan_of({"phase2.shards": shards}, gpus=gpus)
     assert (plan.slots, plan.rounds) == (slots, rounds)
-    said = any(f"{slots} slot" in note and f"{rounds} round" in note for note in plan.notes)
+    said = any(f"only {slots} of" in note and f"{rounds} round" in note for note in plan.notes)
     assert said == (rounds > 1)
 
 
@@ -454,9 +454,9 @@ def test_images_in_files_need_a_size() -> None:
 def test_few_images_a_shard_are_noted_where_there_is_batch_norm() -> None:
     few = {"phase2.batch_size": 64, "phase2.shards": 8, "workers.seeds": [0]}
     without = NetworkFacts(**{**vars(NETWORK), "num_batch_norms": 0})
-    assert any("phase2: 8 images a shard" in note for note in plan_of(few, gpus=1).notes)
-    assert not any("a shard" in note for note in plan_of({**few, "phase2.batch_size": 128}).notes)
-    assert not any("a shard" in note for note in plan_of(few, network=without).notes)
+    assert any("phase2: 8 images per shard" in note for note in plan_of(few, gpus=1).notes)
+    assert not any("per shard" in note for note in plan_of({**few, "phase2.batch_size": 128}).notes)
+    assert not any("per shard" in note for note in plan_of(few, network=without).notes)
 
 
 POST_LOCAL = {"phase1.sync_steps": [[0, 1], [20, 4], [100, 1000]]}
@@ -493,7 +493,7 @@ def test_without_batch_norm_phase_3_only_averages() -> None:
     plan = plan_of({}, network=NetworkFacts(**{**vars(NETWORK), "num_batch_norms": 0}))
     assert (plan.phase3.batches, plan.phase3.samples, plan.phase3.flops) == (0, 0, 0)
     assert expected_times(plan, at(1_000)).phase3.seconds == 0
-    assert any("no statistics to compute" in note for note in plan.notes)
+    assert any("no batch norm: phase 3 only averages" in note for note in plan.notes)
 
 
 def test_one_image_that_is_left_joins_the_batch_before_it() -> None:
@@ -685,7 +685,7 @@ def test_the_text_shows_schedules_work_and_time_side_by_side() -> None:
         "phase 1 0–36 0 → 1.2 4,096 512 32×32 432",
         "phase 2, 8 workers in 2 rounds 49 min 40 s 3 h 19 min",
         "network resnet9: 6,573,120 parameters",
-        "disk 26.3 MB a checkpoint, 263 MB for all 10 and 1.05 GB for 40 kept",
+        "disk 26.3 MB per checkpoint, 263 MB for all 10 and 1.05 GB for 40 kept",
     ):
         assert line in flat
     assert "\N{NO-BREAK SPACE}" not in text
@@ -695,8 +695,8 @@ def test_a_speed_that_was_measured_on_something_else_is_named_as_such() -> None:
     plan = plan_of({})
     core = Throughput(images_per_second=5.5, image_size=(32, 32), source="one core", measured_on="CPU core")
     text = text_of(Forecast(title="a plan", plan=plan, throughput=core, times=expected_times(plan, core)))
-    assert "at 5.50 images a second on each device at 32×32 px (one core)" in " ".join(text.split())
-    assert "That was a CPU core, not a GPU: give --images-per-second" in " ".join(text.split())
+    assert "at 5.50 images/s per device at 32×32 px (one core)" in " ".join(text.split())
+    assert "That was a CPU core, not a GPU: pass --images-per-second" in " ".join(text.split())
     assert "That was" not in text_of(forecast(plan))
 
 

@@ -100,7 +100,7 @@ def test_a_loss_that_no_scale_can_mend_ends_an_fp16_run_with_the_remedy(tmp_path
 
 
 def test_gradients_that_overflow_at_every_scale_end_an_fp16_run(tmp_path: Path) -> None:
-    """The loss stays finite, its gradient does not: the 25th such step on end is the one that ends it."""
+    """The loss stays finite, its gradient does not: the 25th such step in a row ends the run."""
     network = small_network()
     network[5].weight.register_hook(lambda gradient: gradient + float("inf"))
     message = r"phase1: loss or gradient is not finite at epoch 9, step 1; .* compute\.precision to bf16 or fp32"

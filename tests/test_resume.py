@@ -26,7 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def start_and_signal(project: Project, when: Callable[[], bool], number: int, *arguments: str) -> int:
-    """Run `dvc repro` in a process group of its own and signal the whole group once `when` holds."""
+    """Run `dvc repro` in its own process group and signal the whole group once `when` holds."""
     with (project.root / "killed.log").open("w") as log:
         process = subprocess.Popen(
             ["dvc", "repro", *arguments],
@@ -63,7 +63,7 @@ def test_a_pipeline_killed_again_and_again_goes_on_each_time_and_ends_in_the_sam
         wait_until(lambda: processes_in(project.root) == [], seconds=10)
         log = (project.root / "killed.log").read_text()
         name = "phase1" if stage == "phase1" else "phase2 seed 0"
-        assert (f"{name}: epoch 1/30" in log) == (epoch == 3), "it did not go on from its snapshot"
+        assert (f"{name}: epoch 1/30" in log) == (epoch == 3), "it did not resume from its snapshot"
 
     project.dvc("repro")
 
@@ -212,7 +212,7 @@ def test_after_a_kill_a_damaged_snapshot_is_set_aside_and_the_one_before_it_lead
 
 
 def kill_worker_after(project: Project, epoch: int) -> Path:
-    """Train seed 0 of phase 2 anew and kill it after so many epochs; returns its folder in scratch."""
+    """Train seed 0 of phase 2 again and kill it after `epoch`; returns its folder in scratch."""
     shutil.rmtree(project.root / ".swap")
     shutil.rmtree(project.root / "checkpoints/phase2/seed_0")
     launcher = start(project, "stages.phase2", "--seed", "0")
@@ -286,7 +286,7 @@ def test_scratch_that_is_deleted_while_workers_train_costs_time_but_no_file(
 
     output = launcher.communicate(timeout=300)[0]
 
-    assert launcher.returncode == 0 and "phase2 seed 0: starting it once more" in output
+    assert launcher.returncode == 0 and "phase2 seed 0: restarting it" in output
     for name in ("epoch_1", "model"):
         file = f"checkpoints/phase2/seed_0/{name}.safetensors"
         assert project.bytes_of(file) == undisturbed.bytes_of(file)

@@ -73,7 +73,7 @@ def test_params_that_are_edited_while_workers_train_end_in_one_line_and_never_in
         file = f"checkpoints/{model}/model.safetensors"
         assert finished.bytes_of(file) == expected.bytes_of(file)
     finished.set_params({"phase2.peak_lr": 0.05})
-    assert "trained before, taken from" in finished.dvc("repro", "phase2")
+    assert "already trained, taken from" in finished.dvc("repro", "phase2")
 
 
 def test_code_that_is_edited_while_phase_1_trains_ends_in_one_line(project: Project) -> None:
@@ -88,7 +88,7 @@ def test_code_that_is_edited_while_phase_1_trains_ends_in_one_line(project: Proj
     assert "swap_pipeline/training/loop.py changed while it ran" in error
     assert not (project.root / "checkpoints" / "phase1" / "model.safetensors").exists()
     code_file.write_text(text)
-    assert "trained before, taken from" in project.dvc("repro", "phase1")
+    assert "already trained, taken from" in project.dvc("repro", "phase1")
 
 
 def test_code_that_was_another_for_a_moment_while_a_rank_started_trains_nothing(finished: Project) -> None:
@@ -235,7 +235,7 @@ def test_a_damaged_result_in_scratch_is_set_aside_and_made_again(
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     assert re.fullmatch(
-        r"warning: \S+/(result-\w+) is damaged \(.+\): it is set aside as \1.damaged and made again", warning
+        r"warning: \S+/(result-\w+) is damaged \(.+\): renamed to \1.damaged; it will be made again", warning
     )
     assert "phase1: resuming after epoch 3" in done.stdout and "phase1: epoch" not in done.stdout
     assert result.with_suffix(".damaged").exists()

@@ -57,7 +57,7 @@ def by(run: Run, curve: Sequence[Epoch]) -> str:
     [
         ([], 90.0, ""),
         ([50.0, 89.9], 90.0, ""),
-        ([50.0, 90.0], 90.0, ""),  # Algorithm 1 goes on while accuracy ≤ τ
+        ([50.0, 90.0], 90.0, ""),  # Algorithm 1 continues while accuracy ≤ τ
         ([50.0, 90.1], 90.0, "accuracy"),
         ([50.0, 90.1, 80.0], 90.0, "epochs"),
         ([50.0, 60.0, 95.0], 90.0, "accuracy"),

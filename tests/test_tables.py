@@ -141,7 +141,7 @@ def test_runs_that_shared_the_machine_are_named_but_not_for_what_they_share() ->
     ran("swap-0", (0, 10), (10, 20))
     ran("swa_large_then_small-0", (0, 10), (20, 30))
     ran("small_batch-0", (30, 40), (40, 40))
-    told = "shared the machine with others, which may have cost time: "
+    told = "ran at the same time, which may have slowed them down: "
     assert not any(note.startswith(told) for note in make_tables("x", [*found], found, records).notes)
     ran("small_batch-0", (29, 40), (40, 40))
     assert f"{told}small_batch-0, swa_large_then_small-0" in make_tables("x", [*found], found, records).notes

@@ -363,7 +363,7 @@ def test_a_network_that_cannot_take_the_images_is_refused_before_it_trains(tmp_p
 
 
 def test_a_network_with_another_number_of_outputs_than_classes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SwapError, match=r"gives 4 values for each image, but the data has 3 classes"):
+    with pytest.raises(SwapError, match=r"returns 4 values for each image, but the data has 3 classes"):
         train_here(small_network(), tmp_path, num_classes=3)
 
 
@@ -379,7 +379,7 @@ def test_parameters_that_nothing_depends_on_are_named_for_several_ranks() -> Non
     network = small_network()
     network.add_module("spare", nn.Linear(2, 2))
     used = nn.Sequential(*list(network)[:-1])
-    with pytest.raises(SwapError, match=r"nothing depends on \(spare\.weight, spare\.bias\), .* SWAP_NPROC=1"):
+    with pytest.raises(SwapError, match=r"unused parameters \(spare\.weight, spare\.bias\), .* SWAP_NPROC=1"):
         check_that_all_learn(network, used(torch.zeros(2, 1, 8, 8)).sum())
 
 

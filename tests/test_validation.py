@@ -79,7 +79,7 @@ def test_a_validation_set_leaves_the_same_part_to_train_on() -> None:
                               "at most 9"),
         ((9, 4, 9), data(22), "data.validation_images is 22, but fashion-mini has 22 training images: lower it"),
         ((9, 9, 9), data(9, train=20), "data.train_images is 20, but fashion-mini has 18 beside 9 for validation: "
-                                       "lower it, or write all"),
+                                       "lower it, or set it to all"),
     ],
 )  # fmt: skip
 def test_more_than_the_classes_have_is_refused(sizes: tuple[int, ...], given: Data, words: str) -> None:
@@ -203,7 +203,7 @@ def test_metrics_and_tables_are_of_test_images_with_validation_to_choose_by(vali
     table = (validated.root / "report/summary.md").read_text()
     assert "| test accuracy | test loss | validation accuracy | seconds |" in table
     page = " ".join((validated.root / "report/index.html").read_text().split())
-    assert "made on 40 validation images" in page and "200 training, 40 validation, 120 test" in page
+    assert "use 40 validation images" in page and "200 training, 40 validation, 120 test" in page
     rows = (validated.root / "report/figures/training.csv").read_text().splitlines()
     assert rows[0] == "run,epoch,learning_rate,accuracy"
 

@@ -1,4 +1,4 @@
-"""What would other exits from phase 1 have given? Phases 2 and 3 from its models after several epochs, as a job."""
+"""What other exits from phase 1 would have given: phases 2 and 3 from its models after several epochs, as a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES = ("accuracy", "plateau", "qsr", "fork")
 
 
 def exits_of(wanted: EpochList, *, kept: EpochList, epochs: int) -> dict[int, Path]:
-    """Models of phase 1 by epoch: those that are wanted and were kept, and the last."""
+    """Models of phase 1 by epoch: those that are wanted and have been kept, and the last one."""
     there = models_to_keep(kept, epochs=epochs)
     chosen = {epoch: name for epoch, name in there.items() if wanted == "all" or epoch in wanted}
     return {epoch: PHASE1.checkpoints / name for epoch, name in {**chosen, epochs: LAST_MODEL}.items()}
@@ -45,9 +45,9 @@ def run_exits_job(
     group: Group,
     folder: JobFolder,
 ) -> None:
-    """Be one rank of a job that trains workers of phase 2 from each of phase 1's models `exits`, and averages them.
+    """Run one rank of a job that trains workers from each of phase 1's models `exits`, and averages them.
 
-    Each worker is on one rank, and a job of its own within this one's folder: what is done, or begun, is kept.
+    Each worker runs on one rank, as a job of its own inside this one's folder, so it is resumed or reused.
     """
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
@@ -94,7 +94,7 @@ def run_exits_job(
 def _workers(
     phase1: Mapping[str, Any], epoch: int, workers: Sequence[JobFolder], point: Mapping[str, Any]
 ) -> dict[str, float]:
-    """What the workers reach before they are averaged, and the critical path of all three phases."""
+    """The workers' mean accuracy before averaging, and the critical path of all three phases."""
     records = [read_json(worker.result / RECORD) for worker in workers]
     before = sum(row["seconds"] for row in phase1["curve"][:epoch])
     return {

@@ -1,7 +1,7 @@
-"""Does the way that SGD takes lead to SWAP's output? (section 4.2 and Figure 4 of the paper), as a job.
+"""Does SGD's direction lead to SWAP's output? Section 4.2 and Figure 4 of the paper, as a job.
 
-At models that were kept on the way: the cosine between the descent direction −g and the direction to SWAP's output,
-θ_swap − θ. g is the gradient of the loss that training minimises, without weight decay, over a large sample of images.
+At models kept during training: the cosine between the descent direction −g and the direction to SWAP's output,
+θ_swap − θ. g is the gradient of the training loss, without weight decay, over a large sample of images.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A model on the way."""
+    """A model kept during training."""
 
     run: str
-    """`phase1`, or `seed_3` of a worker"""
+    """`phase1`, or `seed_3` for a worker"""
     epoch: int
-    """from the beginning of phase 1, also for workers"""
+    """since the start of phase 1, for workers too"""
     path: Path
 
 
 def snapshots_of_phase1(*, wanted: EpochList, epochs: int) -> list[Snapshot]:
-    """What was kept of phase 1, which took so many epochs, and its last model."""
+    """Phase 1's kept models and its last one, after `epochs`."""
     phase1 = PHASE1
     names = {**models_to_keep(wanted, epochs=epochs), epochs: phase1.model.name}
     return [Snapshot(run="phase1", epoch=epoch, path=phase1.checkpoints / name) for epoch, name in names.items()]
 
 
 def snapshots_of_worker(seed: int, *, wanted: EpochList, before: int, epochs: int, cycles: int) -> list[Snapshot]:
-    """The same of a worker, after so many epochs of phase 1."""
+    """The same for a worker; phase 1 took `before` epochs."""
     own = worker(seed)
     names = {
         **models_to_keep(wanted, epochs=epochs),
@@ -77,7 +77,7 @@ def labelled_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's share of one pass over all images, in a random order, in batches of at least `batch_size`.
 
-    No batch is short: in training mode an image's gradient depends on the others in its batch.
+    No batch is shorter: in training mode an image's gradient depends on the others in its batch.
     """
     num_batches = max(1, len(images) // batch_size)
     edges = [len(images) * i // num_batches for i in range(num_batches + 1)]
@@ -92,9 +92,9 @@ def mean_gradient(
     num_images: int,
     group: Group,
 ) -> torch.Tensor:
-    """The gradient of the mean loss over the `num_images` that all ranks see together, as a float64 vector.
+    """The gradient of the mean loss over the `num_images` of all ranks together, as a float64 vector.
 
-    As in training, batch norm normalises by the batch. Dropout is off, so that the gradient is no matter of chance.
+    As in training, batch norm normalises by the batch. Dropout is off, so that the gradient is not random.
     """
     network.eval()
     for module in network.modules():
@@ -110,7 +110,7 @@ def mean_gradient(
 
 
 def direction(gradient: torch.Tensor, *, here: torch.Tensor, goal: torch.Tensor) -> dict[str, float] | None:
-    """⟨θ_swap − θ, −g⟩ / (‖θ_swap − θ‖ ‖g‖) and both norms; None where there is no direction."""
+    """⟨θ_swap − θ, −g⟩ / (‖θ_swap − θ‖ ‖g‖) and both norms; None if there is no direction."""
     way = goal - here
     distance, norm = float(way.norm()), float(gradient.norm())
     if distance == 0 or norm == 0:
@@ -130,9 +130,9 @@ def run_cosine_job(
     group: Group,
     folder: JobFolder,
 ) -> None:
-    """Be one rank of a job that looks at the gradient of each snapshot; all ranks share the images.
+    """Run one rank of a job that computes the gradient at each snapshot; the ranks share the images.
 
-    Batches, order and augmentation are those of phase 3's pass, and precision is fp32. What is done is kept.
+    Batches, order and augmentation are those of phase 3's pass; precision is fp32. Finished snapshots are saved.
     """
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
@@ -173,7 +173,7 @@ def run_cosine_job(
 
         points = look_at_all(snapshots, direction_at, group=group, folder=folder, reporter=reporter)
         if not snapshots:
-            reporter.done(1, "no models were kept on the way: set phase1.keep_epochs and phase2.keep_epochs (to all)")
+            reporter.done(1, "no models were kept: set phase1.keep_epochs and phase2.keep_epochs (to all)")
         if group.is_main:
             with folder.complete() as result:
                 write_json(result / "record.json", {"points": points, "images": len(images), **group.as_json()})
@@ -187,8 +187,7 @@ def look_at_all(
     folder: JobFolder,
     reporter: Reporter,
 ) -> list[dict[str, Any]]:
-    """The directions at all snapshots that have one, complete on the main rank alone; what was kept is not computed
-    again."""
+    """The directions at all snapshots that have one, complete only on the main rank; saved ones are reused."""
     points: list[dict[str, Any]] = []
     began = time.monotonic()
     for number, snapshot in enumerate(snapshots, start=1):

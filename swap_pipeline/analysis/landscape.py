@@ -1,4 +1,4 @@
-"""Planes in weight space (the paper's Figures 2 and 3): which models span them, their points, and the record."""
+"""Planes in weight space (the paper's Figures 2 and 3): the models that span them, their points, and the record."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LB, SWAP = "LB", "SWAP"
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A model that is marked in a landscape."""
+    """A model marked in a landscape."""
 
     name: str
     model: str
-    """which of the models it is"""
+    """its key among the models"""
     position: Position
     distance: float | None = None
-    """from the plane, of a model that is projected"""
+    """from the plane, if the model is projected"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Chart:
     name: str
     title: str
     seeds: tuple[int, ...]
-    """of the workers in it"""
+    """of the workers that it shows"""
     plane: Plane
     marks: tuple[Mark, ...]
     along_u: list[float]
@@ -43,12 +43,12 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """At one point, in percent."""
+    """Errors at one point, in percent."""
 
     train: float
     test: float
     seconds: float
-    """that the point took"""
+    """time that the point took"""
 
 
 def worker(seed: int) -> str:
@@ -58,7 +58,7 @@ def worker(seed: int) -> str:
 def charts_of(
     models: Mapping[str, torch.Tensor], *, seeds: Sequence[int], grid: int, margin: float
 ) -> tuple[list[Chart], list[dict[str, str]]]:
-    """Both landscapes, as far as there is a plane; and which were left out, with the reason."""
+    """Both landscapes, if there is a plane, and those that were left out, with the reason."""
     first = tuple(seeds[:3])
 
     def phases() -> Chart:
@@ -78,8 +78,8 @@ def charts_of(
 
     def workers() -> Chart:
         if len(first) < 3:
-            there_are = "there is 1" if len(first) == 1 else f"there are {len(first)}"
-            raise SwapError(f"it goes through three workers, and {there_are}: list more seeds in workers.seeds")
+            there_are = "there is only 1" if len(first) == 1 else f"there are only {len(first)}"
+            raise SwapError(f"it needs three workers, but {there_are}: list more seeds in workers.seeds")
         points = {worker(seed): models[worker(seed)] for seed in first}
         plane = Plane.through(points)
         marks = [Mark(name=name, model=name, position=plane.project(at)[0]) for name, at in points.items()]
@@ -105,14 +105,14 @@ def charts_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Somewhere in weight space; `key` names it in files."""
+    """A point in weight space; `key` names it in files."""
 
     key: str
     weights: Callable[[], torch.Tensor]
 
 
 def points_of(charts: Sequence[Chart], models: Mapping[str, torch.Tensor]) -> list[Point]:
-    """All marked models, exactly as they are, then the grids, row by row."""
+    """All marked models themselves, then the grids, row by row."""
 
     def at_model(name: str) -> Point:
         return Point(key=name, weights=lambda: models[name])
@@ -171,7 +171,7 @@ def _mark_as_json(mark: Mark, errors: Errors) -> dict[str, Any]:
 
 
 def _best(chart: Chart, grid: Sequence[Sequence[Errors]]) -> dict[str, Any]:
-    """The lowest test error of the grid, and of several the one with the lowest training error."""
+    """The point with the lowest test error, and among several the lowest training error."""
     test, train, row, column = min(
         (errors.test, errors.train, row, column) for row, line in enumerate(grid) for column, errors in enumerate(line)
     )

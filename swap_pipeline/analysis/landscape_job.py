@@ -1,8 +1,7 @@
 """Train and test error over planes in weight space, as a job.
 
-At each point: the weights, then batch-norm statistics of their own from a pass over training images, then the errors.
-A point is wholly on one rank, so its errors are the same however many ranks there are. What is done is kept, so that a
-killed job goes on.
+At each point: batch-norm statistics from a pass over training images, then the errors. Each point is computed by one
+rank, so its errors do not depend on the number of ranks. Finished points are saved, so that a killed job resumes.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from swap_pipeline.runtime.progress import Reporter, time_left
 from swap_pipeline.storage.files import write_json
 from swap_pipeline.storage.weights import load_weights
 
-# Points are written in pieces, one after so many seconds of work: a kill costs no more, and a disk is spared.
+# Interval at which points are saved, which limits what a kill can cost.
 _SECONDS_A_PIECE = 1.0
 
 
 class Prober:
-    """Tests a network with any weights, on one device."""
+    """Evaluates a network with any weights, on one device."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ def run_landscape_job(
     group: Group,
     folder: JobFolder,
 ) -> None:
-    """Be one rank of a job that computes both landscapes; `workers` are the models of phase 2 by seed."""
+    """Run one rank of a job that computes both landscapes; `workers` are phase 2's models by seed."""
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
             return
@@ -125,7 +124,7 @@ def run_landscape_job(
         network = new_network(
             describe_network(setting.model, channels=meta.channels, num_classes=len(meta.classes)), seed=0
         )
-        load_weights(network, swap)  # for buffers that are no statistics
+        load_weights(network, swap)  # for buffers other than statistics
         set_up(network, setting.compute, group)
         folder.check_inputs()
         files = {LB: lb, **{worker(seed): path for seed, path in list(workers.items())[:3]}, SWAP: swap}
@@ -164,7 +163,7 @@ def run_landscape_job(
 
 
 def cost(num_points: int, num_train: int, num_test: int, world_size: int) -> str:
-    """What lies ahead, for people."""
+    """The amount of work, for the user."""
     images = num_points * (2 * num_train + num_test)
     ranks = "" if world_size == 1 else f", shared by {world_size} ranks"
     return (
@@ -181,11 +180,11 @@ def probe_all(
     folder: JobFolder,
     reporter: Reporter,
 ) -> dict[str, Errors]:
-    """The errors at all points, of which each rank computes its share; what was kept is not computed again."""
+    """The errors at all points; each rank computes its share, and saved points are reused."""
     numbers = {point.key: number for number, point in enumerate(points)}
     table = torch.zeros(len(points), 3, dtype=torch.float64)
     before = dict(_kept(folder.kept))
-    group.wait()  # all have read what there is before one of them adds to it
+    group.wait()  # all ranks have read the saved points before one of them adds to them
     if group.is_main:
         for key, row in before.items():
             table[numbers[key]] = torch.tensor(row, dtype=torch.float64)
@@ -214,7 +213,7 @@ def probe_all(
 
 
 def _keep(kept: Path, piece: Mapping[str, list[float]], numbers: Mapping[str, int]) -> None:
-    # Named after a point that no other piece has.
+    # Named after its first point, which no other piece has.
     write_point(kept / f"points_{numbers[next(iter(piece))]:06d}.json", piece)
 
 
@@ -224,7 +223,7 @@ def _kept(kept: Path) -> Iterator[tuple[str, list[float]]]:
 
 
 class _Clock:
-    """Tells how far the work has come and how long the rest will take; the more rarely, the longer it takes."""
+    """Reports progress and the time left; less often when the work takes longer."""
 
     def __init__(self, before: int, total: int, reporter: Reporter) -> None:
         self._before, self._total, self._reporter = before, total, reporter
@@ -232,11 +231,11 @@ class _Clock:
         self._warm: tuple[int, float] | None = None
 
     def tick(self, done: int) -> None:
-        """Called after each point; `done` of this run, over all ranks."""
+        """Called after each point; `done` are this run's points over all ranks."""
         now = time.monotonic()
         count = self._before + done
         if self._warm is None:
-            self._warm = done, now  # the first point takes longer: memory is asked for, code is chosen
+            self._warm = done, now  # the first point takes longer: allocations, choice of kernels
             return
         points, began = self._warm
         first = self._last == self._began and done > 2 * points

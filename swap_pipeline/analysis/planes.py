@@ -1,7 +1,7 @@
-"""Planes in weight space: through three models, with coordinates that keep distances. Knows nothing of networks.
+"""Planes in weight space: through three models, with coordinates that preserve distances.
 
-A model is the vector of its parameters, one after another in float64; buffers (batch-norm statistics) have no place in
-it. θ = θ₁ + a·u + b·v with orthonormal u and v (section 4 of the paper), so a and b are distances between weights.
+A model is the float64 vector of its parameters, without buffers (batch-norm statistics). θ = θ₁ + a·u + b·v with
+orthonormal u and v (section 4 of the paper), so a and b are distances between weights.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.storage.tensor_files import TensorFile
 
 Position = tuple[float, float]
-"""Along u and along v."""
+"""Along u and v."""
 
-# As a share of the largest distance between the three points. Weights are float32, so what is nearer to a point, or to
-# a line, than this is rounding.
+# As a share of the largest distance between the three points. Weights are float32, so a smaller distance from a point
+# or line is rounding.
 _SAME_POINT = 1e-6
 _SAME_LINE = 1e-4
 
@@ -46,7 +46,7 @@ def read_vector(path: Path, names: Iterable[str]) -> torch.Tensor:
 
 @torch.no_grad()
 def set_parameters(network: nn.Module, vector: torch.Tensor) -> None:
-    """Give `network` the weights of a vector."""
+    """Set `network`'s weights to a vector."""
     parameters = list(network.parameters())
     parts = vector.split([parameter.numel() for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
@@ -63,7 +63,7 @@ class Plane:
 
     @classmethod
     def through(cls, points: Mapping[str, torch.Tensor]) -> Plane:
-        """The plane through three named points: the first is its origin, and u leads to the second."""
+        """The plane through three named points: the first is the origin, and u points to the second."""
         assert len(points) == 3
         names = f"no plane goes through {_listed(list(points))}"
         distances = {(a, b): float((points[a] - points[b]).norm()) for a, b in combinations(points, 2)}
@@ -75,7 +75,7 @@ class Plane:
         u = second - origin
         u /= u.norm()
         v = third - origin
-        for _ in range(2):  # what rounding leaves of u after the first time is gone after the second
+        for _ in range(2):  # twice, to remove what rounding leaves of u
             v -= (v @ u) * u
         if v.norm() <= _SAME_LINE * largest:
             raise SwapError(f"{names}: they lie on one line")
@@ -83,7 +83,7 @@ class Plane:
         return cls(origin=origin, u=u, v=v)
 
     def project(self, vector: torch.Tensor) -> tuple[Position, float]:
-        """The nearest position in the plane, and how far from it the vector is."""
+        """The nearest position in the plane, and the vector's distance from it."""
         offset = vector - self.origin
         a, b = float(offset @ self.u), float(offset @ self.v)
         return (a, b), float((offset - a * self.u - b * self.v).norm())
@@ -95,7 +95,7 @@ class Plane:
 
 
 def axis(values: Sequence[float], *, margin: float, num: int) -> list[float]:
-    """So many equally spaced places that reach beyond all `values`, by `margin` times their extent on both sides."""
+    """`num` equally spaced places that extend beyond all `values` by `margin` times their extent on both sides."""
     low, high = min(values), max(values)
     beyond = margin * (high - low)
     return [float(place) for place in torch.linspace(low - beyond, high + beyond, num, dtype=torch.float64)]

@@ -1,7 +1,7 @@
-"""A fixed random sample of the prepared images, for passes that are made again and again.
+"""A fixed random sample of the prepared images, for repeated passes.
 
-Which images are in it depends on their number, the size of the sample and a seed alone. Where a pass is always the
-same, its batches are made once and stay on the device, as far as there is room.
+The sample depends only on the number of images, its size and a seed. If all passes are the same, batches are made once
+and kept on the device, if there is room.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from swap_pipeline.storage.tensor_files import TensorFile, write_tensors
 
 Batch = TypeVar("Batch")
 
-# Of a computer's memory, for each rank; of a GPU's, half of what is free.
+# Bytes of main memory for each rank; on a GPU, half of what is free.
 _ROOM_ON_CPU = 2 << 30
 
 
 def chosen(num_images: int, count: int | Literal["all"], *, seed: int, split: str) -> torch.Tensor | None:
-    """Which images are in the sample, in their own order; None for all of them."""
+    """Indices of the images in the sample, sorted; None for all images."""
     if count == "all" or count >= num_images:
         return None
     generator = torch.Generator().manual_seed(derive_seed("sample", split, seed))
@@ -39,7 +39,7 @@ def chosen(num_images: int, count: int | Literal["all"], *, seed: int, split: st
 def open_sample(
     split: str, count: int | Literal["all"], *, seed: int, setting: Setting, group: Group, scratch: Path
 ) -> Split:
-    """A sample of the training or the test images for this rank's device; it must be called on all ranks."""
+    """A sample of the training or test images for this rank's device; must be called on all ranks."""
     meta = read_meta(PREPARED)
     if meta.in_memory:
         images = read_images(PREPARED, split, group.device)
@@ -86,7 +86,7 @@ def _write_index(path: Path, index: TensorFile, indices: torch.Tensor, copies: S
 
 
 def has_room(images: Iterable[Split], *, view: View | None, device: torch.device) -> bool:
-    """Whether one pass over each of these can stay on the device, as the network sees it: normalised, in float32."""
+    """Whether one pass over each of these, normalised in float32, fits on the device."""
     needed = 0
     for split in images:
         channels, height, width = split.image_shape(view)
@@ -96,7 +96,7 @@ def has_room(images: Iterable[Split], *, view: View | None, device: torch.device
 
 
 class SamePass(Generic[Batch]):
-    """The batches of a pass that is the same each time: kept, or made anew whenever they are asked for."""
+    """The batches of a pass that is the same each time: kept, or made again for each pass."""
 
     def __init__(self, make: Callable[[], Iterable[Batch]], *, keep: bool) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Would more workers help? The average of some of them, and how far they are apart, as a job."""
+"""Would more workers help? Averages of subsets of the workers, and distances between workers, as a job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swap_pipeline.storage.tensor_files import TensorFile
 
 
 def subsets_of(seeds: Sequence[int], *, at_most: int, seed: int) -> list[tuple[int, ...]]:
-    """Choices of k workers for every k, all of them or `at_most` different ones, each in rising order."""
+    """For every k, all choices of k workers or `at_most` different ones, each sorted."""
     workers = sorted(seeds)
     chosen: list[tuple[int, ...]] = []
     for size in range(1, len(workers) + 1):
@@ -40,15 +40,15 @@ def subsets_of(seeds: Sequence[int], *, at_most: int, seed: int) -> list[tuple[i
 
 
 def label_of(subset: Sequence[int]) -> str:
-    """`seeds_0_2`, or a hash of it where a file system would not take so long a name."""
+    """`seeds_0_2`, or a hash of it if that is too long for a file name."""
     text = "_".join(map(str, subset))
     return f"seeds_{text}" if len(text) < 100 else f"{len(subset)}_seeds_{derive_seed(text):x}"
 
 
 def geometry(start: Path, workers: Sequence[Path], names: Sequence[str]) -> dict[str, Any]:
-    """Distances between models and cosines between their ways from `start`, by parameters alone.
+    """Distances between models, and cosines between their directions from `start`, using only parameters.
 
-    All follow from the inner products of those ways, which are added up tensor by tensor, in float64.
+    Both follow from inner products of these directions, which are summed over tensors in float64.
     """
     first, files = TensorFile(start), [TensorFile(path) for path in workers]
     products = torch.zeros(len(files), len(files), dtype=torch.float64)
@@ -81,9 +81,9 @@ def run_subsets_job(
     group: Group,
     folder: JobFolder,
 ) -> None:
-    """Be one rank of a job that averages and tests choices of `workers`, as phase 3 does with all of them.
+    """Run one rank of a job that averages and evaluates choices of `workers`, as phase 3 does with all of them.
 
-    `workers` has each one's models by its seed, the last of which is where it ended. What is done is kept.
+    `workers` has each worker's models by seed, its final one last. Finished averages are saved.
     """
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):

@@ -1,4 +1,4 @@
-"""The mean of several models as a job: weights averaged, batch-norm statistics of its own, tested."""
+"""Averaging models as a job: the mean of their weights, new batch-norm statistics, and an evaluation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from swap_pipeline.storage.weights import check_fits
 
 @dataclass(frozen=True, kw_only=True)
 class Averager:
-    """What it takes to average models and measure the mean, again and again: data, and a network on this device."""
+    """Averages models and evaluates the mean, any number of times; holds the data and a network on this device."""
 
     setting: Setting
     statistics: Phase3
@@ -56,9 +56,9 @@ class Averager:
         )
 
     def average(self, models: Sequence[Path], reporter: Reporter | None = None, *, done: int = 0) -> float:
-        """Give `network` the mean of `models`, and statistics; returns the seconds.
+        """Set `network` to the mean of `models`, with new statistics; returns the seconds.
 
-        A single model stays as it is, statistics too, unless it is a mean of weights itself (`ema_decay`).
+        A single model keeps its statistics, unless it is a mean of weights itself (`ema_decay`).
         """
         if self.group.is_main:
             for path in models:
@@ -69,7 +69,7 @@ class Averager:
         self.network.load_state_dict(average_on_ranks(models, self.group))
         set_up(self.network, self.setting.compute, self.group)
         if len(models) == 1 and "ema_decay" not in TensorFile(models[0]).info:
-            words = ["one model, which stays as it is"]
+            words = ["a single model, kept as it is"]
         else:
             layers = self.recompute_statistics(view_of_checkpoint(models[-1]))
             statistics = f"statistics of {layers} batch-norm layers"
@@ -81,7 +81,7 @@ class Averager:
         return seconds
 
     def recompute_statistics(self, view: View | None) -> int:
-        """Of the network as it is, over the training images; returns the number of batch-norm layers."""
+        """From the training images, for the network's current weights; returns the number of batch-norm layers."""
         batches = batches_of_rank(
             self.data.train,
             batch_size=self.statistics.batch_size,
@@ -95,7 +95,7 @@ class Averager:
             return recompute_statistics(self.network, batches, group=self.group)
 
     def score(self, view: View | None) -> Score:
-        """On the validation images, or on the test images where there are none."""
+        """On the validation images, or on the test images if there are none."""
         precision = self.setting.compute.precision
         return evaluate(self.network, self.data.held_out, group=self.group, precision=precision, view=view)
 
@@ -124,9 +124,9 @@ def run_averaging_job(
     group: Group,
     folder: JobFolder,
 ) -> None:
-    """Be one rank of a job that averages sets of models, by label and worker: the last one's mean is the result.
+    """Run one rank of a job that averages sets of models, given by label and worker; the last set's mean is the result.
 
-    Workers are selected by their models in the last set. The record has what the mean of each set reaches, as `points`.
+    Workers are selected by their models in the last set. The record has each set's scores as `points`.
     """
     with folder.writer(is_main=group.is_main):
         if group.main_says(folder.is_complete):
@@ -185,10 +185,10 @@ def measured_averages(
     done: int = 0,
     final: bool = False,
 ) -> list[dict[str, Any]]:
-    """What the mean of each set of models reaches, under its label; complete on the main rank alone.
+    """Scores of the mean of each set of models, with its label; complete only on the main rank.
 
-    What is done is kept, so that a killed job resumes with the next set. `done` pieces of the job's work came before.
-    With `final` they are final models, and are measured on test images too.
+    Finished sets are saved, so that a killed job resumes with the next one. `done` is the progress so far. With
+    `final`, means are final models and also evaluated on test images.
     """
     group = averager.group
     points: list[dict[str, Any]] = []

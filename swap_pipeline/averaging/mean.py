@@ -1,4 +1,4 @@
-"""Phase 3's mean of W weight files, read a piece of a tensor at a time. Knows nothing of networks.
+"""Phase 3's mean of W weight files, read in pieces of tensors.
 
 θ̂ = (1/W) Σ θ_w    (Algorithm 1, last lines)
 """
@@ -17,10 +17,10 @@ from swap_pipeline.engine.distributed import Group
 from swap_pipeline.errors import SwapError, shown
 from swap_pipeline.storage.tensor_files import Spec, TensorFile, write_in_pieces
 
-# Up to this many elements a sum is kept in float64; above it float32 is exact enough and quicker.
+# Tensors of up to this many elements are summed in float64; for larger ones float32 is exact enough, and faster.
 _SMALL = 1 << 20
-# Elements that are summed over all files before the next ones are read: few enough to stay in a core's caches, so that
-# memory is passed over once, by the reading, and so many that Python's share is small.
+# Elements summed over all files before the next ones are read: few enough to stay in a core's caches, and many enough
+# to keep Python's overhead small.
 _PIECE = 1 << 18
 
 
@@ -36,8 +36,7 @@ def average_files(
     """Write the element-wise mean of `paths` to `out`; `threads` as in `write_in_pieces`, `durable` in `atomic_write`.
 
     Floating-point tensors are averaged and keep their type. Integer tensors (batch norm's step counters) have no
-    meaningful mean: the first file's value stands. Whether batch-norm statistics in the result make sense is the
-    caller's business; SWAP recomputes them.
+    meaningful mean: the first file's are kept. Averaged batch-norm statistics make no sense; SWAP recomputes them.
     """
     assert paths
     files = [open_file(path) for path in paths]
@@ -50,7 +49,7 @@ def average_on_ranks(
 ) -> dict[str, torch.Tensor]:
     """The same mean as tensors on every rank: each rank averages a part of them and sends it to the others.
 
-    So every byte of the files is read once, however many ranks and nodes there are.
+    So every byte of the files is read only once, however many ranks and nodes there are.
     """
     assert paths
     files = [open_file(path) for path in paths]
@@ -62,7 +61,7 @@ def average_on_ranks(
 
 
 def share_out(layout: Mapping[str, Spec], num_ranks: int) -> dict[str, int]:
-    """Which rank averages each tensor: the largest first, each to the rank that has the fewest bytes so far."""
+    """Which rank averages each tensor: largest first, each to the rank with the fewest bytes so far."""
     loads = [(0, rank) for rank in range(num_ranks)]
     rank_of = {}
     for key in sorted(layout, key=lambda key: (-layout[key].num_bytes, key)):
@@ -72,7 +71,7 @@ def share_out(layout: Mapping[str, Spec], num_ranks: int) -> dict[str, int]:
 
 
 def _whole(pieces: Iterable[torch.Tensor], spec: Spec) -> torch.Tensor:
-    """A tensor from its values piece by piece; without them, room for it."""
+    """A tensor from its pieces; without pieces, an uninitialised one."""
     flat, end = torch.empty(spec.num_elements, dtype=spec.dtype), 0
     for piece in pieces:
         start, end = end, end + piece.numel()
@@ -81,9 +80,9 @@ def _whole(pieces: Iterable[torch.Tensor], spec: Spec) -> torch.Tensor:
 
 
 def _mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
-    """The mean of one tensor, piece by piece, each in place of the one before.
+    """The mean of one tensor, in pieces, each of which overwrites the previous one.
 
-    What is wrong with it or with the files is known after the last.
+    Errors in the mean or the files are raised after the last piece.
     """
     spec = files[0].layout[key]
     if not spec.dtype.is_floating_point or not spec.num_elements:
@@ -104,13 +103,13 @@ def _mean(files: Sequence[TensorFile], key: str) -> Iterator[torch.Tensor]:
         is_finite &= all(math.isfinite(extreme.item()) for extreme in torch.aminmax(mean))
         yield mean
     for stream in streams:
-        next(stream, None)  # past its end, where the digest is checked
+        next(stream, None)  # past the end, to check the digest
     if not is_finite:
         raise _not_finite(files, key)
 
 
 def _not_finite(files: Sequence[TensorFile], key: str) -> SwapError:
-    """Whose fault it is: only a sum with NaN or Inf in it, or one that is too large, is not finite."""
+    """Find the cause: a file with NaN or Inf, or else values that are too large."""
     for file in files:
         if not torch.isfinite(file.read(key)).all():
             of_run = _of_run(file)
@@ -124,13 +123,13 @@ def _not_finite(files: Sequence[TensorFile], key: str) -> SwapError:
 
 
 def _of_run(file: TensorFile) -> str:
-    """Whose weights they are, if the header says so."""
+    """Whose weights these are, if the header has that."""
     phase, seed = file.info.get("phase"), file.info.get("seed")
     return f" ({shown(phase)[1:-1]}, seed {shown(seed)})" if isinstance(phase, str) and seed is not None else ""
 
 
 def check_origin(path: Path, expected: Mapping[str, Any]) -> None:
-    """Refuse a file that is whole but not the one that belongs there: another run's, copied or restored by mistake."""
+    """Reject an intact file of another run, copied or restored by mistake."""
     info = TensorFile(path).info
     for key, value in expected.items():
         if info.get(key) != value:
@@ -147,7 +146,7 @@ def check_alike(files: Sequence[TensorFile]) -> None:
         for key in sorted(first.layout.keys() ^ file.layout.keys()):
             has, lacks = (first, file) if key in first.layout else (file, first)
             raise SwapError(
-                f"{lacks.path} has no tensor {shown(key)}, which {has.path} has: only equal networks average"
+                f"{lacks.path} has no tensor {shown(key)}, which {has.path} has: only equal networks can be averaged"
             )
         for key, spec in first.layout.items():
             other = file.layout[key]

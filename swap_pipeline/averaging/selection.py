@@ -1,4 +1,4 @@
-"""Which workers are worth averaging: a greedy soup on the validation images (Wortsman et al. 2022)."""
+"""Selecting workers to average: a greedy soup on the validation images (Wortsman et al. 2022)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from swap_pipeline.config.params import Params
 from swap_pipeline.engine.distributed import Group
 
 Measure = Callable[[Mapping[str, Sequence[Path]]], list[dict[str, Any]]]
-"""What the mean of each set of models reaches, under its label; complete on the main rank alone"""
+"""Scores of the mean of each set of models, with its label; complete only on the main rank"""
 
 
 def select_greedily(
     workers: Mapping[int, Sequence[Path]], measure: Measure, group: Group
 ) -> tuple[list[int], list[dict[str, Any]]]:
-    """The seeds to average, in the order in which they were taken, and what was measured for it (on the main rank).
+    """The seeds to average, in the order in which they were added, and the measurements (on the main rank).
 
-    Begins with the worker that does best alone (of equal accuracies, the lower loss); takes each of the others, from
-    the best down, unless the average's accuracy gets worse. `workers` has each one's models by seed.
+    Starts with the best single worker (lower loss if accuracies are equal) and adds the others, best first, unless that
+    lowers the average's accuracy. `workers` has each worker's models by seed.
     """
     measured = measure({f"seed_{seed}": models for seed, models in workers.items()})
     alone = dict(zip(workers, _scores_of_main(measured, len(workers), group), strict=True))
@@ -38,7 +38,7 @@ def select_greedily(
 
 
 def _scores_of_main(points: Sequence[Mapping[str, Any]], count: int, group: Group) -> list[tuple[float, float]]:
-    """Accuracies and losses as the main rank has them, for all ranks to decide by."""
+    """The main rank's accuracies and losses, on all ranks."""
     scores = torch.zeros(count, 2, dtype=torch.float64, device=group.device)
     if group.is_main:
         scores += torch.tensor([(point["accuracy"], point["loss"]) for point in points], dtype=torch.float64).to(scores)
@@ -46,8 +46,8 @@ def _scores_of_main(points: Sequence[Mapping[str, Any]], count: int, group: Grou
 
 
 def num_passes(params: Params) -> int:
-    """Of batch-norm statistics, at most: one for each mean. Greedily, a mean of each worker's models where it has
-    several, one for each worker that is added, and the result once more."""
+    """Upper limit on passes for batch-norm statistics, one per mean. If greedy: each worker's mean if it has several
+    models, one for each worker tried, and the result."""
     num_workers, trained_last = len(params.workers.seeds), params.phase2 if params.phase2.epochs else params.phase1
     alone = int(params.phase2.cycles > 1 or trained_last.ema_decay is not None)
     if num_workers == 1:

@@ -1,4 +1,4 @@
-"""python -m swap_pipeline.cli: the command `swap`, also where it is not installed."""
+"""python -m swap_pipeline.cli: the command `swap`, even if it is not installed."""
 
 from __future__ import annotations
 

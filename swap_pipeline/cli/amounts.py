@@ -1,4 +1,4 @@
-"""Large numbers for people, by powers of 1000."""
+"""Large numbers with SI prefixes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _POWERS = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 
 
 def magnitude(number: float, unit: str = "") -> str:
-    """Three digits and the letter of a power of 1000: `8.18 G`."""
+    """Three digits and an SI prefix: `8.18 G`."""
     power = 0
     while number >= 999.5:
         number, power = number / 1000, power + 1

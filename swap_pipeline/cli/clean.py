@@ -1,8 +1,7 @@
-"""`swap clean`: finds scratch that no run of the present params needs, lists it, and removes it.
+"""`swap clean`: lists and removes scratch that no run of the current params needs.
 
-A run is listed if the present params have it: the phases with all workers, and the analysis. A folder is of such a run
-if its name is still the fingerprint of what its job is made from. Running jobs hold a lock, or wait in Slurm's queue,
-and are never touched.
+Those runs are the phases, with all workers, and the analysis. A folder belongs to one if its name is still the
+fingerprint of the run's inputs. Running jobs, which hold a lock or are in Slurm's queue, are never touched.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from swap_pipeline.runtime.job_folder import LAUNCHER_LOCK, RESULT, WRITER_LOCK,
 from swap_pipeline.runtime.locks import Lock
 
 _JOB = re.compile(r"[0-9a-f]{20}")
-# Not of one job: what torch.compile made, official files of data sets, and logs.
+# Folders that do not belong to a single job.
 _SHARED = {
     "compiled": "code that was compiled",
     "downloads": "data sets that were downloaded",
     "copies": "copies of images that are not complete",
     "compare": "logs of `swap compare`",
-    LOGS: "what Slurm said of its jobs",
+    LOGS: "Slurm's logs of its jobs",
 }
 
 
@@ -42,18 +41,18 @@ class Entry:
 
     path: Path
     num_bytes: int
-    """that removing it would free: files that have another name elsewhere are not counted"""
+    """freed by removing it: files with hard links elsewhere are not counted"""
     is_needed: bool
     is_running: bool
     why: str
-    """for people"""
+    """for the user"""
 
     def __str__(self) -> str:
         return f"{self.path}  {in_bytes(self.num_bytes)}  {self.why}"
 
 
 def look(*, everything: bool = False) -> list[Entry]:
-    """All of scratch, and what of it is needed: without `everything`, what the present params list."""
+    """All of scratch; needed is what the current params need, or with `everything`, nothing."""
     root = scratch_root()
     listed = None if everything else {instance: _inputs_of(instance) for instance in listed_instances(read_params())}
     jobs = [_job_entry(path, listed) for path in job_folders(root)]
@@ -62,24 +61,24 @@ def look(*, everything: bool = False) -> list[Entry]:
 
 
 def remove(entries: Sequence[Entry]) -> list[Entry]:
-    """Remove what is neither needed nor running; returns what was removed."""
+    """Remove entries that are neither needed nor running; returns those."""
     return [entry for entry in entries if not entry.is_needed and not entry.is_running and _remove(entry.path)]
 
 
 def job_folders(root: Path) -> list[Path]:
-    """The folders of all jobs; whatever else lies in scratch is nobody's business here."""
+    """The folders of all jobs; other things in scratch are ignored."""
     stages = [path for path in sorted(root.glob("*")) if path.is_dir() and path.name not in (*_SHARED, "devices")]
     return [path for stage in stages for path in sorted(stage.iterdir()) if _JOB.fullmatch(path.name) and path.is_dir()]
 
 
 def listed_instances(params: Params) -> list[Instance]:
-    """All runs that the present params ask for."""
+    """All runs of the current params."""
     after = ("phase3", *ANALYSES)
     return [PHASE1, *map(worker, params.workers.seeds), *(Instance(stage=stage) for stage in after)]
 
 
 def _inputs_of(instance: Instance) -> Inputs | str:
-    """What a run is made from now, or why that cannot be known."""
+    """A run's current inputs, or why they cannot be determined."""
     try:
         return Inputs.now(instance)
     except (SwapError, OSError, KeyError) as error:
@@ -94,18 +93,18 @@ def _job_entry(path: Path, listed: Mapping[Instance, Inputs | str] | None) -> En
 
 
 def _whose(path: Path, listed: Mapping[Instance, Inputs | str]) -> tuple[bool, str]:
-    """Whether the job in a folder may be needed, and why. Its launcher left there what it is and what it ran on."""
+    """Whether the job in a folder may be needed, and why; its launcher described it there."""
     try:
         job, _ = load(path)
     except (SwapError, AttributeError, KeyError, TypeError):  # started by hand with torchrun, or damaged
-        return True, "perhaps needed (it does not say which run it is of)"
+        return True, "perhaps needed (no description of its run)"
     inputs = listed.get(job.instance)
     if isinstance(inputs, str):
         return True, f"perhaps needed ({inputs})"
     facts = facts_of(device_type=job.device_type, processes=job.processes, threads=job.threads)
     if inputs is not None and inputs.fingerprint(facts) == path.name:
-        return True, "of the present params"
-    return False, "of no listed run"
+        return True, "used by the current params"
+    return False, "not used by the current params"
 
 
 def _shared_entry(path: Path, *, is_needed: bool) -> Entry:
@@ -120,7 +119,7 @@ def _is_written_to(shared: Path) -> bool:
 
 
 def _locks(folder: Path) -> list[Lock]:
-    """Of a job's launcher and of its writing rank."""
+    """Those of a job's launcher and of the rank that writes."""
     return [Lock(folder / name) for name in (LAUNCHER_LOCK, WRITER_LOCK) if os.path.lexists(folder / name)]
 
 
@@ -129,13 +128,13 @@ def _is_running(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> bool:
-    """Remove a folder unless somebody has begun to work in it; a link is removed, not what it leads to."""
+    """Remove a folder unless a job has started in it; of a symbolic link, only the link."""
     if folder.is_symlink():
         folder.unlink()
         return True
     if _is_written_to(folder):
         return False
-    # Held until it is gone, so that nobody starts in a folder that is about to vanish.
+    # Held until the folder is gone, so that no job starts in it meanwhile.
     locks = [*_locks(folder), *([] if folder.name in _SHARED else [Lock(folder / LAUNCHER_LOCK)])]
     held: list[Lock] = []
     try:
@@ -153,7 +152,7 @@ def _remove(folder: Path) -> bool:
 
 
 def freed_bytes(folder: Path) -> int:
-    """What removing a folder frees: blocks of files that have no other name."""
+    """What removing a folder frees: blocks of files without hard links elsewhere."""
     inside: dict[tuple[int, int], list[os.stat_result]] = {}
     for status in _files(folder):
         inside.setdefault((status.st_dev, status.st_ino), []).append(status)

@@ -1,6 +1,6 @@
-"""`swap doctor`: what a person would check first, each line with what to do about it.
+"""`swap doctor`: checks of the machine and the project, each with what to do about a problem.
 
-Every check stands alone: what is broken is told, and the others go on. Nothing is changed, trained or downloaded.
+Checks are independent: if one fails, the others still run. Nothing is changed, trained or downloaded.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 Status = Literal["ok", "note", "problem"]
 _SHOWN = ("torch", "torchvision", "dvc", "safetensors", "swap-pipeline")
-# A checkpoint is in scratch, in the workspace and in DVC's cache; links may save some of it.
+# A checkpoint is in scratch, in the workspace and in DVC's cache; links may save some of that.
 _COPIES_OF_CHECKPOINTS = 3
 _COPIES_OF_IMAGES = 2
 _SNAPSHOTS_OF_A_JOB = 3
-"""the last two, and the one that is being written"""
+"""the last two, and the one being written"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line: what was looked at, how it is, and what to do if it is not well."""
+    """One line: what was checked, its state, and what to do about a problem."""
 
     status: Status
     topic: str
@@ -79,18 +79,18 @@ def examine(file: Path = Path("params.yaml")) -> list[Finding]:
         ("git", _git_state),
     ]
     found = [finding for topic, check in checks for finding in safely(topic, check)]
-    return list({finding.text: finding for finding in reversed(found)}.values())[::-1]  # several checks ask for devices
+    return list({finding.text: finding for finding in reversed(found)}.values())[::-1]  # several may report the same
 
 
 def text_of(findings: Sequence[Finding]) -> str:
-    """A line for each finding, and what it comes to."""
+    """A line for each finding, and a conclusion."""
     widest = max(len(finding.topic) for finding in findings)
     lines = [f"{finding.status:7}  {finding.topic:{widest}}  {finding.text}" for finding in findings]
     problems, notes = (sum(finding.status == status for finding in findings) for status in ("problem", "note"))
     if problems:
-        end = f"{problems} to solve before `dvc repro` gets through (lines with problem)"
+        end = f"{problems} problem{'s' if problems > 1 else ''} to fix before `dvc repro` can run"
     else:
-        end = f"nothing keeps `dvc repro` from running{f'; {notes} to know of (lines with note)' if notes else ''}"
+        end = f"`dvc repro` can run{f'; {notes} note' if notes else ''}{'s' if notes > 1 else ''}"
     return "\n".join([*lines, "", end])
 
 
@@ -104,16 +104,16 @@ def safely(topic: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Findi
         yield from check()
     except SwapError as error:
         yield Finding(status="problem", topic=topic, text=str(error))
-    except Exception as error:  # a look must not end because one thing in it is broken
+    except Exception as error:  # the other checks must still run
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        yield Finding(status="note", topic=topic, text=f"could not be looked at ({what})")
+        yield Finding(status="note", topic=topic, text=f"could not be checked ({what})")
 
 
 def _read(file: Path) -> Params | None:
     try:
         return read_params(file)
     except SwapError:
-        return None  # told by the check of the params
+        return None  # reported by the check of the params
 
 
 def _versions() -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def _project() -> Iterator[Finding]:
     if missing:
         yield _problem("project", f"{Path.cwd()} lacks {', '.join(missing)}: run this from the project's root folder")
     elif not os.access(".", os.W_OK):
-        yield _problem("project", f"{Path.cwd()} cannot be written to: change its rights, or copy the project")
+        yield _problem("project", f"{Path.cwd()} is not writable: change its permissions, or copy the project")
     else:
         yield _ok("project", str(Path.cwd()))
 
@@ -156,11 +156,11 @@ def _params(file: Path) -> Iterator[Finding]:
 
 
 def _analysis() -> Iterator[Finding]:
-    """`dvc repro` does not run it, so what is wrong with it can only be a note."""
+    """Its errors are only notes, since `dvc repro` does not run it."""
     try:
         given = read_analysis()
     except SwapError as error:
-        yield _note("analysis", f"`dvc --cd analysis repro` would stop: {error}")
+        yield _note("analysis", f"`make analysis` would stop: {error}")
     else:
         yield _ok("analysis", f"{ANALYSIS_PARAMS}: landscapes of {given.grid} × {given.grid} points")
 
@@ -171,7 +171,7 @@ def _devices() -> Iterator[Finding]:
     machine, kind = this_machine(), launcher_kind()
     if kind != "local":
         what = "GPUs" if machine.device_type == "cuda" else "CPU cores"
-        yield _ok("devices", f"{machine.nodes} × {len(machine.devices)} {what} of a Slurm cluster, by {kind}")
+        yield _ok("devices", f"{machine.nodes} × {len(machine.devices)} {what} of a Slurm cluster, with {kind}")
         return
     backends = [
         name
@@ -182,7 +182,8 @@ def _devices() -> Iterator[Finding]:
     if machine.device_type == "cuda":
         assert seen.cuda is not None
         yield _ok("devices", f"{len(seen.found)} GPUs: {', '.join(gpu.model for gpu in seen.found)}")
-        yield _ok("devices", f"the driver is for CUDA {'.'.join(map(str, seen.cuda))}, torch for CUDA {built.cuda}")
+        driver = ".".join(map(str, seen.cuda))
+        yield _ok("devices", f"the driver supports CUDA {driver}, torch was built for CUDA {built.cuda}")
         kinds = dict.fromkeys((gpu.model, gpu.capability) for gpu in seen.found)
         for why in (gpus.unfit(model, capability, _kernels()) for model, capability in kinds):
             if why:
@@ -193,13 +194,13 @@ def _devices() -> Iterator[Finding]:
         unused = f", not its {len(seen.found)} GPUs (SWAP_DEVICE)" if seen.found else ", no GPU"
         yield _ok("devices", f"the CPU is used{unused}")
     wanted = "nccl" if machine.device_type == "cuda" else "gloo"
-    yield _ok("backends", f"{wanted} is used, there are {', '.join(backends) or 'none'}")
+    yield _ok("backends", f"{wanted} is used; this torch has {', '.join(backends) or 'none'}")
     if wanted not in backends:
-        yield _problem("backends", f"this torch has no {wanted}, through which ranks talk: set SWAP_NPROC=1")
+        yield _problem("backends", f"this torch lacks {wanted}, which several ranks need: set SWAP_NPROC=1")
 
 
 def _kernels() -> list[str]:
-    """What the installed torch has machine code for; some releases say so only where there is a GPU."""
+    """GPU architectures that the installed torch was built for; some releases report them only if there is a GPU."""
     import torch
 
     flags = getattr(torch._C, "_cuda_getArchFlags", None)
@@ -211,10 +212,10 @@ def _sharing() -> Iterator[Finding]:
         return
     shared = f"{workers} workers of phase 2 share a GPU (SWAP_WORKERS_PER_GPU)"
     if mps_runs():
-        yield _ok("sharing", f"{shared}, and MPS runs")
+        yield _ok("sharing", f"{shared}, and MPS is running")
     else:
         start = "nvidia-cuda-mps-control -d"
-        yield _note("sharing", f"{shared}, but MPS does not run, so that they compute in turns: start it (`{start}`)")
+        yield _note("sharing", f"{shared}, but MPS is not running, so they take turns: start it (`{start}`)")
 
 
 def _threads(params: Params | None) -> Iterator[Finding]:
@@ -234,7 +235,7 @@ def _threads(params: Params | None) -> Iterator[Finding]:
         slots = environment.max_workers_at_once(default=machine.num_devices)
         at_once = min(slots, machine.num_devices // worker.num_devices, seeds)
         yield _ok("threads", f"phase 2: {at_once} of {seeds} workers at once, {text_of(worker)}")
-    environment.fan_out(), environment.eval_batch_size(), environment.timeout_minutes()  # say what they were set to
+    environment.fan_out(), environment.eval_batch_size(), environment.timeout_minutes()  # errors if set wrongly
     environment.num_loaders(1), environment.snapshot_seconds()
 
 
@@ -251,12 +252,12 @@ def _precision(params: Params | None) -> Iterator[Finding]:
         for half in ("bf16", "fp16") if used == "fp16" else ("bf16",):
             try:
                 check_cpu(half)
-                yield _ok("precision", f"this CPU can do {half}")
+                yield _ok("precision", f"this CPU supports {half}")
             except SwapError as error:
                 if used == half:
                     raise
                 why = str(error).partition("(")[2].partition(")")[0]
-                yield _note("precision", f"this CPU cannot do {half} ({why}): leave compute.precision at auto or fp32")
+                yield _note("precision", f"this CPU lacks {half} ({why}): leave compute.precision at auto or fp32")
 
 
 def _data(params: Params | None) -> Iterator[Finding]:
@@ -273,33 +274,33 @@ def _data(params: Params | None) -> Iterator[Finding]:
         yield _ok("data", f"{data.name}: {counts} in {tree.root}")
     elif data.name == "fashion-mini":
         if not FASHION_MINI.is_file():
-            raise SwapError(f"{FASHION_MINI} is missing: `git checkout {FASHION_MINI}` brings it back")
+            raise SwapError(f"{FASHION_MINI} is missing: restore it with `git checkout {FASHION_MINI}`")
         yield _ok("data", f"{data.name}: in this repository")
     elif (missing := missing_files(data)) is None:
         raise unknown(data.name)
     elif missing:
-        yield _note("data", f"{data.name}: {', '.join(missing)} will be downloaded, or put there: {data.root}")
+        yield _note("data", f"{data.name}: {', '.join(missing)} will be downloaded, unless you put it into {data.root}")
     else:
-        yield _ok("data", f"{data.name}: its official files are there")
+        yield _ok("data", f"{data.name}: found its official files")
 
 
 def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
-    """What `dvc repro` will do and write."""
+    """What `dvc repro` will do, and how much it will write."""
     if params is None:
         return
     from swap_pipeline.cli.plan.facts import devices_here
     from swap_pipeline.cli.plan.forecast import plan_params
 
     plan = plan_params(params, devices_here(params))
-    yield _ok("plan", f"{plan.network.name}, {plan.network.num_parameters:,} parameters: `swap plan` says more")
+    yield _ok("plan", f"{plan.network.name}, {plan.network.num_parameters:,} parameters: see `swap plan`")
     needed, free = bytes_to_write(plan), shutil.disk_usage(".").free
-    text = f"{in_bytes(free)} are free, a whole run writes up to {in_bytes(needed)}"
+    text = f"{in_bytes(free)} free; a whole run writes up to {in_bytes(needed)}"
     if free >= needed:
         yield _ok("disk", text)
     elif Path("checkpoints/phase3/model.safetensors").exists():
-        yield _note("disk", f"{text}: there is one already, but before another free some, `swap clean` may help")
+        yield _note("disk", f"{text}: enough for the present one, but not for another: `swap clean` may help")
     else:
-        yield _problem("disk", f"{text}: free some, `swap clean` and `dvc gc -w` may help")
+        yield _problem("disk", f"{text}: free some space, for example with `swap clean` or `dvc gc -w`")
 
 
 def bytes_to_write(plan: Plan) -> int:
@@ -308,7 +309,7 @@ def bytes_to_write(plan: Plan) -> int:
     checkpoints = (plan.num_checkpoints + plan.num_kept) * plan.checkpoint_bytes * _COPIES_OF_CHECKPOINTS
     snapshots = (_SNAPSHOTS_OF_A_JOB * plan.slots + plan.num_snapshots) * plan.snapshot_bytes
     facts = plan.data
-    # Of images that stay in their files, a path, a label and a digest are written.
+    # For images that stay in their files: a path, a label and a digest.
     image_bytes = 200 if facts.size is None else facts.channels * facts.size[0] * facts.size[1] + 8
     images = sum(facts.counts.values()) * image_bytes + facts.copies_bytes
     return int(checkpoints + snapshots + _COPIES_OF_IMAGES * images)
@@ -316,24 +317,24 @@ def bytes_to_write(plan: Plan) -> int:
 
 def _scratch(params: Params | None) -> Iterator[Finding]:
     if os.path.lexists(scratch_root()) and not scratch_root().is_dir():
-        yield _problem("scratch", f"{scratch_root()} is not a folder, but there must be one: move it elsewhere")
+        yield _problem("scratch", f"{scratch_root()} must be a folder, but is something else: move it elsewhere")
         return
     if not scratch_root().is_dir():
-        yield _ok("scratch", f"{scratch_root()} is not there yet")
+        yield _ok("scratch", f"{scratch_root()} does not exist yet")
         return
     entries = look(everything=params is None)
     total = in_bytes(sum(entry.num_bytes for entry in entries))
-    where = f"{scratch_root()} has {len(entries)} folders of its own, {total}"
+    where = f"{scratch_root()}: {len(entries)} folders, {total}"
     if params is None:
-        yield _note("scratch", f"{where}: which of them are needed cannot be said without params")
+        yield _note("scratch", f"{where}; which of them are needed depends on the params")
         return
-    at_work = [entry.path.parent.name for entry in entries if entry.is_running]
-    if at_work:
-        yield _note("scratch", f"at work now: {', '.join(at_work)}")
+    running = [entry.path.parent.name for entry in entries if entry.is_running]
+    if running:
+        yield _note("scratch", f"running now: {', '.join(running)}")
     stale = [entry for entry in entries if not entry.is_needed and not entry.is_running]
     if stale:
         freed = in_bytes(sum(entry.num_bytes for entry in stale))
-        yield _note("scratch", f"{where}: {len(stale)} are of no listed run, `swap clean` frees {freed}")
+        yield _note("scratch", f"{where}; the current params do not use {len(stale)}, `swap clean` frees {freed}")
     else:
         yield _ok("scratch", where)
 
@@ -346,42 +347,42 @@ def _dvc() -> Iterator[Finding]:
     try:
         with Repo() as repo:
             cache = repo.cache.local
-            # Before the first run it is not there, and it is DVC's to make.
+            # DVC creates it in the first run.
             there = next(path for path in (Path(cache.path), *Path(cache.path).parents) if path.is_dir())
             allowed = list(cache.cache_types)
             links = generic.test_links(allowed, cache.fs, str(there), repo.fs, repo.root_dir)
     except NotDvcRepoError:
-        yield _problem("DVC", f"{Path.cwd()} is no DVC project: run this from the project's root folder, or `dvc init`")
+        yield _problem("DVC", f"{Path.cwd()} is not a DVC project: run this in the project's root folder or `dvc init`")
         return
     except DvcException as error:
         yield _problem("DVC", " ".join(str(error).split()))
         return
     link = links[0] if links else "copy"
-    text = f"cache in {cache.path}, files come out of it as {link} (cache.type: {', '.join(allowed)})"
+    text = f"cache in {cache.path}, checked out as {link} (cache.type: {', '.join(allowed)})"
     if link == "copy":
-        saving = "`dvc config --local cache.type hardlink,copy` saves the space, but makes outputs read-only"
-        yield _note("DVC", f"{text}, so that each is on the disk twice: {saving}")
+        saving = "`dvc config --local cache.type hardlink,copy` avoids that, but makes outputs read-only"
+        yield _note("DVC", f"{text}, so each file is on the disk twice: {saving}")
     else:
         yield _ok("DVC", text)
 
 
 def _git_state() -> Iterator[Finding]:
     if why := refusal():
-        yield _note("git", why)  # DVC runs the pipeline even so, but no experiments
+        yield _note("git", why)  # DVC still runs the pipeline, but no experiments
         return
     if git("rev-parse", "--show-toplevel") is None:
-        yield _problem("git", "this is no git repository, which DVC needs: `git init`, or clone the project")
+        yield _problem("git", "this is not a git repository, which DVC needs: `git init`, or clone the project")
         return
     if git("rev-parse", "--verify", "--quiet", "HEAD") is None:
-        yield _note("git", "nothing is committed yet: commit, so that experiments have something to start from")
+        yield _note("git", "nothing is committed yet: experiments need a commit to start from")
         return
     head = f"{git('rev-parse', '--abbrev-ref', 'HEAD')} at {git('rev-parse', '--short', 'HEAD')}"
     changed = changed_files() or []
     if changed:
         some = ", ".join(changed[:3]) + (" …" if len(changed) > 3 else "")
-        yield _note("git", f"{head}, {len(changed)} files are not committed ({some})")
+        yield _note("git", f"{head}, {len(changed)} uncommitted files ({some})")
     else:
-        yield _ok("git", f"{head}, all is committed")
+        yield _ok("git", f"{head}, everything committed")
 
 
 def _ok(topic: str, text: str) -> Finding:

@@ -1,4 +1,4 @@
-"""`swap doctor --gpu`: the GPUs are tried, in about a minute; how fast they train is kept for `swap plan`."""
+"""`swap doctor --gpu`: tries the GPUs for about a minute, and keeps their training speed for `swap plan`."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from swap_pipeline.config.reading import read_params
 from swap_pipeline.errors import SwapError
 from swap_pipeline.launch.devices import local_machine
 
-# Of ResNet-9 in batches as in the paper's phases, and of these params: so many steps are timed.
+# ResNet-9 with the batch sizes of the paper's phases; `steps` are timed, for the current params too.
 _SIZES = {"width": 64, "batch_sizes": [512, 128], "steps": 60}
 _TINY = {"width": 2, "batch_sizes": [8], "steps": 4}
-"""on a CPU, where only the way is tried"""
+"""on a CPU, where only the code is tested"""
 _LARGEST = 1 << 30
-"""bytes of made-up images"""
+"""bytes of synthetic images"""
 
 
 def examine_gpus(file: Path, *, on_cpu: bool = False) -> list[Finding]:
-    """A finding for each thing that was tried; `on_cpu` is for tests."""
+    """A finding for each trial; `on_cpu` is for tests."""
     return list(safely("GPU", lambda: try_gpus(read_params(file), on_cpu=on_cpu)))
 
 
 def try_gpus(params: Params, *, on_cpu: bool = False) -> Iterator[Finding]:
     machine = local_machine()
     if machine.device_type != "cuda" and not on_cpu:
-        raise SwapError("there is no GPU to try (devices, above): run this where there is one")
+        raise SwapError("no GPU to try (see devices above): run this on a machine with GPUs")
     plan = plan_params(params, devices_here(params))
     first = plan.phase1.stretches[0]
     sizes: dict[str, Any] = _TINY if on_cpu else _SIZES
@@ -75,6 +75,6 @@ def try_gpus(params: Params, *, on_cpu: bool = False) -> Iterator[Finding]:
 
 
 def _error_in(log: str) -> str:
-    """The first exception that a rank died of, in one line."""
+    """The first exception that ended a rank, in one line."""
     found = re.search(r"^(?:\[rank\d+\]: )?((?:[\w.]*Error|[\w.]*Exception): .*)$", log, re.MULTILINE)
     return found[1] if found else " ".join(log.split()[-40:])

@@ -1,7 +1,7 @@
 """torchrun --standalone --nproc-per-node 8 -m swap_pipeline.cli.gpu_trial '{…}'
 
-What `swap doctor --gpu` tries, as a rank: the real loop on made-up images, and what ranks exchange. It runs on CPUs
-too, for tests. The main rank prints a line of JSON for each thing that was tried.
+A rank of `swap doctor --gpu`: tries the real loop on synthetic images, and communication between ranks. Also runs on
+CPUs, for tests. The main rank prints a line of JSON for each trial.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ LINE = "trial: "
 OPTIMIZER = Optimizer(momentum=0.9, nesterov=True, weight_decay=5e-4, label_smoothing=0.1)
 EXACT = Compute(precision="fp32", deterministic=True)
 NEAR = 1e-3
-"""by how much weights after a few steps may differ from a CPU's, relative to their norm"""
+"""how far weights may be from a CPU's after a few steps, relative to their norm"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Something to learn: the size of the network and of its batches, how many, and what images look like."""
+    """What to train: network, batches and images."""
 
     model: Model
     batch_size: int
@@ -57,7 +57,7 @@ class Task:
         return new_network(description, seed=0)
 
     def images(self, device: torch.device) -> Images:
-        """Half pattern of a class, half noise."""
+        """Each image is half its class's pattern, half noise."""
         chance = torch.Generator().manual_seed(0)
         labels = torch.arange(self.steps * self.batch_size) % self.num_classes
         patterns = torch.randint(128, (self.num_classes, *self.shape), generator=chance, dtype=torch.uint8)
@@ -68,7 +68,7 @@ class Task:
 
 
 def little(shards: int) -> Task:
-    """Two gentle steps: in a few more, rounding decides which pixel is the largest, and the weights part."""
+    """Two small steps: after a few more, rounding decides which pixel max pooling takes, and the weights diverge."""
     return Task(model=Model(name="resnet9", width=8), batch_size=16 * shards, steps=2, epochs=1, shards=shards)
 
 
@@ -92,7 +92,7 @@ def learn(
     snapshots: Path | None = None,
     after_step: Callable[[int, int], None] = lambda epoch, step: None,
 ) -> tuple[Record, nn.Module]:
-    """The real loop; returns its record and the network."""
+    """Train with the real loop; returns its record and the network."""
     network, images = network or task.network(), task.images(group.device)
     run = Run(
         name="trial",
@@ -123,14 +123,14 @@ def _folder() -> Iterator[Path]:
 
 
 def digest(network: nn.Module) -> str:
-    """Of all weights and statistics."""
+    """Hash of all weights and statistics."""
     return xxhash.xxh3_128(
         b"".join(t.cpu().contiguous().numpy().tobytes() for t in network.state_dict().values())
     ).hexdigest()
 
 
 def wrong_sums(group: Group) -> list[str]:
-    """Which kinds of exchange between ranks are not exact, over numbers that have exact sums."""
+    """Which kinds of communication between ranks give wrong results, on numbers with exact sums."""
     ranks, wrong = group.world_size, []
     for dtype in (torch.float32, torch.float64, torch.int64):
         for count in (1, 1000, 1 << 20):
@@ -147,7 +147,8 @@ def wrong_sums(group: Group) -> list[str]:
 
 @contextlib.contextmanager
 def no_waiting(device: torch.device) -> Iterator[Callable[[int, int], None]]:
-    """A function for after each step: from the third on, whatever makes the host wait for the GPU is an error."""
+    """A function to call after each step: from the third one on, anything that makes the host wait for the GPU is an
+    error."""
 
     def after_step(epoch: int, step: int) -> None:
         if device.type == "cuda" and epoch == 0 and step in (2, 42):
@@ -167,13 +168,13 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def images_per_second(task: Task, group: Group, compute: Compute) -> float:
-    """Of the real loop, in its second epoch: evaluation and snapshots are not in it."""
+    """Speed of the real loop in its second epoch, without evaluation and snapshots."""
     record, _ = learn(replace(task, epochs=2), group, compute)
     return task.steps * task.batch_size / record.curve[-1].seconds
 
 
 def bare_images_per_second(task: Task, group: Group, compute: Compute) -> float:
-    """Forward, backward, step, on one batch that never changes."""
+    """Speed of forward, backward and step on one fixed batch."""
     network, device = task.network(), group.device
     set_up(network, compute, group)
     network.train()
@@ -201,7 +202,7 @@ def precisions(device: torch.device) -> list[Precision]:
 
 
 def run_trial(group: Group, *, rate: Task, compute: Compute, width: int, batch_sizes: list[int], steps: int) -> None:
-    """All that is tried, one thing after another."""
+    """All trials, one after another."""
 
     def say(what: str, ok: bool, text: str, **figures: Any) -> None:
         if group.is_main:
@@ -212,7 +213,7 @@ def run_trial(group: Group, *, rate: Task, compute: Compute, width: int, batch_s
     few = little(group.world_size)
     first, again = (learn(few, group, EXACT)[1] for _ in range(2))
     same = digest(first) == digest(again)
-    say("repeat", same, f"two deterministic runs {'end in the same bytes' if same else 'differ'}")
+    say("repeat", same, f"two deterministic runs {'give the same bytes' if same else 'differ'}")
     if group.is_main and group.device.type == "cuda":
         far = distance(first, learn(few, Group(rank=0, world_size=1, device=torch.device("cpu")), EXACT)[1])
         say("values", far < NEAR, f"fp32 weights differ from the CPU's by {far:.1e}", distance=far)
@@ -225,7 +226,7 @@ def run_trial(group: Group, *, rate: Task, compute: Compute, width: int, batch_s
             text = f"{precision}{', channels last' if channels_last else ''}: loss {losses[0]:.3f} → {losses[-1]:.3f}"
             say("precision", losses[-1] < 0.9 * losses[0], text, losses=losses)
     if not group.is_main:
-        return  # what is left is measured on one device
+        return  # the rest is measured on one device
     alone = Group(rank=0, world_size=1, device=group.device)
     torch.use_deterministic_algorithms(compute.deterministic)
     with no_waiting(group.device) as after_step:

@@ -37,7 +37,7 @@ class _Commands(click.Group):
             _say(f"error: {error}", err=True)
             sys.exit(1)
         except HANDLED as error:
-            if isinstance(error, BrokenPipeError):  # whoever read what is printed has enough of it; click knows
+            if isinstance(error, BrokenPipeError):  # the reader has closed the pipe; click handles it
                 raise
             report(error, doing=f"swap {ctx.invoked_subcommand}")
             sys.exit(1)
@@ -49,7 +49,7 @@ params_option = click.option(
     type=click.Path(path_type=Path),
     default=Path("params.yaml"),
     show_default=True,
-    help="The file to look at; any recipe will do.",
+    help="Params file, or any recipe.",
 )
 
 
@@ -58,18 +58,18 @@ params_option = click.option(
 def main() -> None:
     """SWAP: train with large batches, refine in parallel with small ones, average.
 
-    The pipeline itself is run by DVC: `dvc repro`. These commands work beside it.
+    DVC runs the pipeline itself: `dvc repro`. These commands complement it.
     """
 
 
 @main.command()
 @click.argument("name", required=False)
-@click.option("--force", is_flag=True, help="Overwrite edits of params.yaml that are not committed.")
+@click.option("--force", is_flag=True, help="Overwrite uncommitted edits of params.yaml.")
 def use(name: str | None, force: bool) -> None:
     """Write the recipe NAME to params.yaml; without NAME, list the recipes.
 
-    A recipe is a complete params file: an experiment of the paper, or one made smaller. params.yaml is not overwritten
-    if that would lose edits.
+    A recipe is a complete params file: one of the paper's experiments, or a smaller one. params.yaml is not
+    overwritten if that would lose edits.
     """
     from swap_pipeline.cli.recipes import data_needed, list_recipes, recipe_of_params, use_recipe
 
@@ -93,9 +93,9 @@ def use(name: str | None, force: bool) -> None:
 @click.argument("file", type=click.Path(path_type=Path), default=Path("params.yaml"))
 @click.option("--json", "as_json", is_flag=True, help="Print them as JSON.")
 def list_params(file: Path, as_json: bool) -> None:
-    """Print every param with its value, its default and what it means.
+    """Print every param with its value, default and meaning.
 
-    FILE is params.yaml, or any recipe. What it does not mention has its default and may be added.
+    FILE is params.yaml, or any recipe. Params that are not in it have their defaults and may be added.
     """
     from swap_pipeline.cli.params_text import entries, text_of
     from swap_pipeline.config.reading import read_params
@@ -106,11 +106,11 @@ def list_params(file: Path, as_json: bool) -> None:
 
 @main.command()
 @params_option
-@click.option("--gpus", type=click.IntRange(min=1), help="Plan for this many GPUs instead of what this machine has.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Plan for this many GPUs instead of this machine's devices.")
 @click.option(
     "--images-per-second",
     type=click.FloatRange(min=0, min_open=True, max=1e12),
-    help="How fast one device trains, at phase 1's first image size; measured here in a few seconds if not given.",
+    help="Training speed of one device at phase 1's first image size; if not given, measured here in a few seconds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all numbers as JSON.")
 def plan(
@@ -121,7 +121,7 @@ def plan(
 ) -> None:
     """Show what a params file will do: steps, samples, schedules, FLOPs, bytes and expected times.
 
-    Nothing is trained, and neither the data nor the GPUs have to be there. What cannot work is refused.
+    Trains nothing, and needs neither the data nor the GPUs. Reports what cannot work.
     """
     from swap_pipeline.config.reading import read_params
 
@@ -136,13 +136,13 @@ def plan(
 @main.command()
 @click.option("--methods", metavar="A,B", help="Only these methods.")
 @click.option("--seeds", metavar="0,1,2", help="Repeat each method with these seeds; by default that of params.yaml.")
-@click.option("--jobs", type=click.IntRange(min=1), help="At most this many experiments side by side.")
-@click.option("--dry-run", is_flag=True, help="Only print the commands that it would run.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Maximum number of experiments at a time.")
+@click.option("--dry-run", is_flag=True, help="Only print the commands.")
 def compare(methods: str | None, seeds: str | None, jobs: int | None, dry_run: bool) -> None:
     """Run the recipe's methods as experiments, and print the paper's tables.
 
-    A method is what recipes/<recipe>.methods.yaml changes of the recipe. Experiments are named <method>-<seed>. Those
-    that are up to date are kept; what methods share is trained once; devices that one leaves free train others.
+    Methods are changes to the recipe, in recipes/<recipe>.methods.yaml. Experiments are named <method>-<seed>. Those
+    that are up to date are kept, shared stages are trained once, and free devices train other experiments.
     """
     from swap_pipeline.cli.compare.wanted import make_comparison
 
@@ -178,7 +178,7 @@ def compare(methods: str | None, seeds: str | None, jobs: int | None, dry_run: b
 
 
 @main.command()
-@click.option("--all", "everything", is_flag=True, help="Also experiments that started from earlier commits.")
+@click.option("--all", "everything", is_flag=True, help="Include experiments that started from earlier commits.")
 @click.option(
     "-o",
     "--output",
@@ -189,9 +189,9 @@ def compare(methods: str | None, seeds: str | None, jobs: int | None, dry_run: b
     help="Folder for them.",
 )
 def tables(everything: bool, folder: Path) -> None:
-    """Print the paper's Tables 1 to 4, from the experiments of `swap compare` that exist.
+    """Print the paper's Tables 1 to 4 from existing experiments of `swap compare`.
 
-    They are also written as Markdown, JSON and CSV, and as a page with pictures, index.html.
+    Also writes them as Markdown, JSON and CSV, and as a page with figures, index.html.
     """
     _print_tables(everything=everything, folder=folder)
 
@@ -206,7 +206,7 @@ def _print_tables(*, everything: bool, folder: Path) -> None:
 
 
 def _listed(text: str | None) -> list[str] | None:
-    """What stands between commas, each once."""
+    """Items between commas, without duplicates."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip())) if text else None
 
 
@@ -226,8 +226,8 @@ def _seed(text: str) -> int:
 def predict(images: tuple[Path, ...], model: Path, top: int, own: str | None) -> None:
     """Print the class of each IMAGE and its probability.
 
-    An image is brought to the network's size and number of channels, and normalised as the training images were. A
-    network of your own is built by the function that params.yaml names.
+    Images are resized to the network's size, converted to its channels, and normalised like the training images. If
+    the network is your own, the function that params.yaml names builds it.
     """
     from swap_pipeline.cli.models.predict import predict as predict_images
 
@@ -287,10 +287,10 @@ def export(model: Path, folder: Path, kind: str, own: str | None, **options: Any
 @click.option("--gpu", is_flag=True, help="Try the GPUs too, for about a minute: values, precisions, speed.")
 @click.option("--trial-on-cpu", is_flag=True, hidden=True)
 def doctor(file: Path, as_json: bool, gpu: bool, trial_on_cpu: bool) -> None:
-    """Look at what a person would check first; exit code 1 if `dvc repro` would not get through.
+    """Check the machine and the project; exit code 1 if `dvc repro` would fail.
 
-    Versions, devices, processes and threads, precision, data, disk, scratch, DVC and git. Nothing is changed. What
-    --gpu measures, `swap plan` uses.
+    Checks versions, devices, processes and threads, precision, data, disk, scratch, DVC and git, and changes nothing.
+    `swap plan` uses the speed that --gpu measures.
     """
     from swap_pipeline.cli.doctor import examine, json_of, text_of
 
@@ -307,9 +307,9 @@ def doctor(file: Path, as_json: bool, gpu: bool, trial_on_cpu: bool) -> None:
 @main.command()
 @params_option
 def check(file: Path) -> None:
-    """Check a params file in a moment: its entries, and what DVC will make of them.
+    """Check a params file within a second: its entries, and how DVC will use them.
 
-    DVC reads params.yaml before any code of this project runs. What it would hang on or misreport is said here.
+    DVC reads params.yaml before any code of this project runs. This reports what would make DVC hang or mislead you.
     """
     from swap_pipeline.datasets.check import check as check_params
 
@@ -319,12 +319,12 @@ def check(file: Path) -> None:
 
 @main.command()
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-@click.option("--all", "everything", is_flag=True, help="Also what the present params need, and downloads.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
+@click.option("--all", "everything", is_flag=True, help="Also remove what the current params need, and downloads.")
 def clean(yes: bool, dry_run: bool, everything: bool) -> None:
-    """Remove scratch (.swap) that no run of the present params needs, after saying how much that is.
+    """Remove scratch (.swap) that no run of the current params needs, after listing it.
 
-    Jobs at work are never touched, nor are checkpoints, metrics and DVC's cache.
+    Never touches running jobs, checkpoints, metrics or DVC's cache.
     """
     from swap_pipeline.cli.amounts import in_bytes
     from swap_pipeline.cli.clean import look, remove
@@ -345,7 +345,7 @@ def clean(yes: bool, dry_run: bool, everything: bool) -> None:
 
 
 def _own_network() -> str | None:
-    """What this project's params call its network: code that its user chose, whatever a checkpoint says."""
+    """The network's name in this project's params, whose code the user has chosen to run."""
     from swap_pipeline.config.reading import read_params
 
     try:

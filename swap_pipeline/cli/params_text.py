@@ -1,4 +1,4 @@
-"""`swap params`: every entry that a params file can have, with its value, its default and what it means."""
+"""`swap params`: every param with its value, default and meaning."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _WIDTH = 110
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A declared parameter and its value."""
+    """A declared param and its value."""
 
     key: str
     value: str
     default: str | None
-    """None: the file must have it"""
+    """None: the file must set it"""
     doc: str
 
 
@@ -38,7 +38,7 @@ def _entries(section: Any, prefix: str) -> Iterator[Entry]:
 
 
 def _text(value: Any) -> str:
-    """As it stands in YAML."""
+    """As written in YAML."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -49,7 +49,7 @@ def _text(value: Any) -> str:
 
 
 def text_of(found: list[Entry]) -> str:
-    """One line for each entry, and what it means below it; what differs from its default is marked."""
+    """A line for each entry with its meaning below; `*` marks those that differ from their default."""
     widest = max(len(entry.key) for entry in found)
     lines = []
     for entry in found:
@@ -57,4 +57,4 @@ def text_of(found: list[Entry]) -> str:
         default = "" if entry.default is None or not is_set else f"  (default {entry.default})"
         lines.append(f"{'*' if is_set else ' '} {entry.key:{widest}}  {entry.value}{default}")
         lines += textwrap.wrap(entry.doc, _WIDTH, initial_indent="      ", subsequent_indent="      ")
-    return "\n".join([*lines, "", "* differs from the default, or has none; –: not set"])
+    return "\n".join([*lines, "", "* differs from its default, or has none; –: not set"])

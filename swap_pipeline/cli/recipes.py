@@ -1,4 +1,4 @@
-"""The params files in `recipes/`: which there are, which of them `params.yaml` is, and putting one there."""
+"""`swap use`: the params files in `recipes/`; which of them `params.yaml` is, and writing one there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMS = Path("params.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A complete params file; its first line, a comment, says what it is."""
+    """A complete params file; its first line is a comment that describes it."""
 
     name: str
     path: Path
@@ -39,13 +39,13 @@ def list_recipes() -> list[Recipe]:
 
 
 def methods_file(recipe: str) -> Path:
-    """What `swap compare` runs: methods, as changes to the recipe."""
+    """The methods that `swap compare` runs, as changes to the recipe."""
     return RECIPES / f"{recipe}.methods.yaml"
 
 
 def _read(path: Path) -> bytes:
     if not path.resolve().is_relative_to(Path.cwd().resolve()):
-        raise SwapError(f"{path} leads out of this project, to {path.resolve()}: put a copy in its place")
+        raise SwapError(f"{path} is a link to {path.resolve()}, outside of this project: replace it with a copy")
     try:
         return read_plain(path)
     except OSError as error:
@@ -53,7 +53,7 @@ def _read(path: Path) -> bytes:
 
 
 def recipe_of_params(recipes: list[Recipe]) -> tuple[str | None, bool]:
-    """The recipe that `params.yaml` says it came from, and whether it equals it; None if it is of another making."""
+    """The recipe that `params.yaml` came from, and whether it still equals it; None if from none of these."""
     content = _read_params_file()
     for recipe in recipes:
         if recipe.content == content:
@@ -63,24 +63,24 @@ def recipe_of_params(recipes: list[Recipe]) -> tuple[str | None, bool]:
 
 
 def use_recipe(name: str, *, force: bool) -> Params:
-    """Write a recipe to `params.yaml`, all of it or nothing; edits that nobody else has are not overwritten."""
+    """Write a recipe to `params.yaml`, atomically; edits that exist nowhere else are not overwritten."""
     recipes = list_recipes()
     chosen = next((recipe for recipe in recipes if recipe.name == name), None)
     if chosen is None:
-        bare = Path(name).name.removesuffix(".yaml")  # also what a shell completes from the folder
+        bare = Path(name).name.removesuffix(".yaml")  # for a path from shell completion
         raise SwapError(f"there is no recipe {name!r}{did_you_mean(bare, [recipe.name for recipe in recipes])}")
     params = read_params(chosen.path)  # names the file, if it is not valid
     current = _read_params_file()
     unique = current is not None and all(recipe.content != current for recipe in recipes)
     if unique and not force and not _is_committed(PARAMS):
-        raise SwapError(f"{PARAMS} has edits that are not committed: commit it first, or overwrite it with --force")
+        raise SwapError(f"{PARAMS} has uncommitted edits: commit it first, or overwrite it with --force")
     with atomic_write(PARAMS) as file:
         file.write(chosen.content)
     return params
 
 
 def data_needed(name: str, root: str) -> str:
-    """What a user has to do about the data before the first run."""
+    """What the user has to do about the data before the first run."""
     if name == "fashion-mini":
         return "in this repository"
     if name in ("imagefolder", "imagenet"):
@@ -99,7 +99,7 @@ def _read_params_file() -> bytes | None:
 
 
 def _recipe_entry(content: bytes) -> str | None:
-    """The entry `recipe`, even of a file with mistakes elsewhere."""
+    """The entry `recipe`, even if the file has mistakes elsewhere."""
     for line in content.decode(errors="replace").splitlines():
         key, colon, value = line.partition(":")
         if key == "recipe" and colon:
@@ -108,7 +108,7 @@ def _recipe_entry(content: bytes) -> str | None:
 
 
 def _is_committed(path: Path) -> bool:
-    """Whether git's last commit here has exactly this file; False where there is no git or no repository."""
+    """Whether git's last commit has exactly this file; False without git or a repository."""
     committed = git("rev-parse", "--verify", "--quiet", f"HEAD:./{path}")
-    # hash-object converts line ends as a commit would, where git is set up for that.
+    # hash-object converts line endings as a commit would.
     return committed is not None and committed == git("hash-object", "--", str(path))

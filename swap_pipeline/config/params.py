@@ -54,7 +54,7 @@ class Augment:
     padding: int = knob(
         "pixels of reflection added on each side before a random crop of the old size", default=0, minimum=0
     )
-    flip: bool = knob("mirror half of the images, left to right", default=True)
+    flip: bool = knob("flip half of the images horizontally", default=True)
     cutout: int = knob("side of a square that is blanked out in every image; 0 for none", default=0, minimum=0)
     test_crop: Literal["square", "rectangle"] = knob(
         "test images read from files: a square from the middle, or a rectangle in the image's own shape",
@@ -263,7 +263,7 @@ class Params:
     recipe: str = knob("the file in recipes/ that this one came from; or a name of your own")
     method: str = knob("a label for tables and reports: what kind of training this is", default="swap")
     seed: int = knob(
-        "for initial weights, data order and augmentation; another seed is another repeat", minimum=0, maximum=2**63 - 1
+        "for initial weights, data order and augmentation; change it for a repeat", minimum=0, maximum=2**63 - 1
     )
     data: Data
     augment: Augment

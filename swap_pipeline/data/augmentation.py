@@ -1,6 +1,6 @@
-"""The augmentations: what chance draws for each image, and batches changed by it. A new one is added here.
+"""The augmentations: random choices for each image, and their application to batches. Add new ones here.
 
-`config/params.py` says which there are; `augment: None` means images as they are.
+`config/params.py` declares them; `augment: None` means unchanged images.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from swap_pipeline.config.params import Augment
 from swap_pipeline.errors import SwapError
 
-# Values of an image up to which it is quicker to mirror all and choose than to mirror one by one; 32 × 32 in colour.
+# Up to this many values per image (32 × 32 in colour), it is faster to flip all and select than to flip one by one.
 _SMALL_IMAGE = 3 * 32 * 32
 
 
 def check_augment(augment: Augment, image_size: tuple[int, int]) -> None:
-    """Refuse what does not fit the images."""
+    """Reject settings that do not fit the images."""
     smallest = min(image_size)
     if augment.padding >= smallest:
         raise SwapError(
@@ -34,7 +34,7 @@ def check_augment(augment: Augment, image_size: tuple[int, int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What is done to each image: position i of every tensor belongs to the i-th image that is shown."""
+    """Changes to each image: index i of every tensor is for the epoch's i-th image."""
 
     padding: int = 0
     top: torch.Tensor | None = None
@@ -53,8 +53,8 @@ class Changes:
 def draw_changes(
     augment: Augment | None, image_size: tuple[int, int], choose: Callable[[int], torch.Tensor]
 ) -> Changes:
-    """`choose` draws one of so many options for every image. A new augmentation draws last, so that all others stay
-    as they were."""
+    """`choose(n)` draws a number below n for every image. New augmentations must draw last, so that the others'
+    choices stay the same."""
     if augment is None:
         return Changes()
     (height, width), padding, cutout = image_size, augment.padding, augment.cutout
@@ -70,9 +70,9 @@ def draw_changes(
 
 
 def augmented(pixels: torch.Tensor, changes: Changes, *, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """Images N×C×H×W, changed and normalised, channels last in memory; `pixels` may be overwritten on the way.
+    """Images N×C×H×W, augmented and normalised, channels last in memory; `pixels` may be overwritten.
 
-    All is done by rows, with the channels of a pixel side by side, so that values are read and computed in long runs.
+    Works on rows with channels last, so that memory is accessed in long contiguous runs.
     """
     pixels = pixels.permute(0, 2, 3, 1)
     number, height, width, channels = pixels.shape
@@ -80,7 +80,7 @@ def augmented(pixels: torch.Tensor, changes: Changes, *, mean: torch.Tensor, std
         pixels = flipped(pixels, changes.flip)
     if changes.top is not None and changes.left is not None:
         left = changes.left
-        if changes.flip is not None:  # what is flipped already is cropped from the other side
+        if changes.flip is not None:  # flipped images are cropped from the other side
             left = left.where(~changes.flip, 2 * changes.padding - left)
         lines = crops(pixels, changes.top, left, changes.padding)
     else:
@@ -94,7 +94,7 @@ def augmented(pixels: torch.Tensor, changes: Changes, *, mean: torch.Tensor, std
 
 
 def flipped(pixels: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
-    """Images N×H×W×C, some of them mirrored."""
+    """Images N×H×W×C, some of them flipped."""
     if pixels.device.type != "cpu" or pixels[0].numel() <= _SMALL_IMAGE:
         return torch.where(flip[:, None, None, None], pixels.flip(2), pixels)
     for index in flip.nonzero()[:, 0].tolist():
@@ -103,7 +103,7 @@ def flipped(pixels: torch.Tensor, flip: torch.Tensor) -> torch.Tensor:
 
 
 def crops(pixels: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: int) -> torch.Tensor:
-    """Of images N×H×W×C, reflected beyond their edges, a crop each of their own size, N×H×W·C."""
+    """Crops of images N×H×W×C, padded by reflection, in their original size, N×H×W·C."""
     number, height, width, channels = pixels.shape
     before, after = pixels[:, :, 1 : padding + 1].flip(2), pixels[:, :, width - 1 - padding : width - 1].flip(2)
     wide = torch.cat([before, pixels, after], dim=2).reshape(number, height, (width + 2 * padding) * channels)
@@ -114,13 +114,13 @@ def crops(pixels: torch.Tensor, top: torch.Tensor, left: torch.Tensor, padding: 
 
 
 def cut_out_by_index(batch: torch.Tensor, top: torch.Tensor, left: torch.Tensor, size: int) -> None:
-    """Give a square of each image, N×H×W×C, the mean colour: 0 after normalising."""
+    """Set a square of each image, N×H×W×C, to the mean colour, which is 0 after normalisation."""
     each, side = torch.arange(len(batch))[:, None, None], torch.arange(size)
     batch[each, (top[:, None] + side)[:, :, None], (left[:, None] + side)[:, None, :]] = 0.0
 
 
 def cut_out_by_mask(batch: torch.Tensor, top: torch.Tensor, left: torch.Tensor, size: int) -> None:
-    """The same for a GPU, which would sort all indices to be deterministic."""
+    """The same for a GPU, where indexing deterministically would sort all indices."""
     _, height, width, _ = batch.shape
     hidden = _inside(height, top, size)[:, :, None] & _inside(width, left, size)[:, None, :]
     batch.masked_fill_(hidden[..., None], 0.0)

@@ -1,7 +1,7 @@
-"""What chance decides in an epoch, and which images are in which step.
+"""Random choices of an epoch, and which images are in which step.
 
-Everything random in an epoch is drawn for the whole epoch from (seed, epoch) and then sliced by step and rank. Nothing
-depends on how often the process was started or on how many ranks share the work.
+All random choices are drawn for the whole epoch from (seed, epoch) and then sliced by step and rank. They depend
+neither on restarts nor on the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def steps_per_epoch(num_images: int, batch_size: int) -> int:
 
 
 def batch_share(step: int, *, batch_size: int, shard: int, num_shards: int) -> slice:
-    """The positions in the epoch's order that a shard has in a step, of a batch that all shards share equally."""
+    """A shard's positions in the epoch's order in a step; all shards have equal parts of the batch."""
     size = batch_size // num_shards
     first = step * batch_size + shard * size
     return slice(first, first + size)
@@ -31,15 +31,15 @@ def batch_share(step: int, *, batch_size: int, shard: int, num_shards: int) -> s
 
 @dataclass(frozen=True, kw_only=True)
 class EpochChoices:
-    """All that chance decides in one epoch; position i of every tensor belongs to the i-th image that is shown."""
+    """All random choices of one epoch; index i of every tensor is for the i-th image in its order."""
 
     order: torch.Tensor
     changes: Changes
     seed: int
-    """for what is drawn image by image: the crops of images that are read from their files"""
+    """for choices drawn image by image: crops of images from files"""
 
     def at(self, parts: Sequence[slice]) -> EpochChoices:
-        """Those of the images at these positions, one part after the other."""
+        """The choices at these positions, one part after another."""
         if all(part.stop == after.start for part, after in pairwise(parts)):
             positions: slice | torch.Tensor = slice(parts[0].start, parts[-1].stop) if parts else slice(0)
         else:
@@ -56,7 +56,7 @@ def draw_epoch(
     augment: Augment | None = None,
     device: torch.device | None = None,
 ) -> EpochChoices:
-    """Draw the choices of an epoch on the CPU, so that they are the same on every kind of device."""
+    """Draw the choices of an epoch, on the CPU, so that they are the same for every kind of device."""
     own_seed = derive_seed("epoch", seed, epoch)
     generator = torch.Generator().manual_seed(own_seed)
 

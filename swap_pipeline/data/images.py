@@ -1,4 +1,4 @@
-"""Prepared images in memory, and batches of them; `Split` is what images in files can do too."""
+"""Prepared images in memory, and batches of them; `Split` is the interface shared with images in files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from swap_pipeline.data.epochs import EpochChoices
 from swap_pipeline.data.prepared import View, open_split, pixel_scale, read_labels, read_meta
 from swap_pipeline.errors import SwapError
 
-# On a CPU, what is made has to be in its cache when it is used.
+# On a CPU, batches should still be in the cache when they are used.
 _VALUES_AT_A_TIME = {"cpu": 1 << 18, "cuda": 1 << 25}
 _MOST_AT_A_TIME = 16
-_ALIGNMENT = 64  # bytes, that of torch's own allocations on a CPU
+_ALIGNMENT = 64  # bytes, as for torch's allocations on a CPU
 
 
 class Split(Protocol):
@@ -26,14 +26,14 @@ class Split(Protocol):
     def __len__(self) -> int: ...
 
     def start(self) -> None:
-        """Get ready: what takes time only once is done here, before any clock runs."""
+        """Do one-off work before timing starts."""
 
     @property
     def has_many_test_shapes(self) -> bool:
         """Whether test batches differ in height or width."""
 
     def image_shape(self, view: View | None) -> tuple[int, int, int]:
-        """Channels, height and width of what the network is trained on."""
+        """Channels, height and width of the network's training input."""
 
     def batches(
         self,
@@ -43,12 +43,12 @@ class Split(Protocol):
         view: View | None,
         channels_last: bool,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Normalised, augmented images and their labels, for each of these ranges of positions in the epoch."""
+        """Normalised, augmented images and labels for each of these ranges of positions in the epoch."""
 
     def test_batches(
         self, *, batch_size: int, rank: int, world_size: int, view: View | None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's share of one pass over all images as they are."""
+        """This rank's share of one pass over all images without augmentation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ class Images:
         return pixels.to(torch.float32).sub_(self.mean).div_(self.std)
 
     def augment(self, pixels: torch.Tensor, changes: Changes, *, channels_last: bool) -> torch.Tensor:
-        """Changed and normalised; `pixels` may be overwritten."""
+        """Augmented and normalised; `pixels` may be overwritten."""
         seen = augmented(pixels, changes, mean=self.mean, std=self.std)
         return seen if channels_last else seen.contiguous()
 
     def start(self) -> None:
-        """Images in memory are there."""
+        """Nothing to do."""
 
     @property
     def has_many_test_shapes(self) -> bool:
@@ -104,9 +104,10 @@ class Images:
             first = last
 
     def _batches_at_a_time(self, size: int) -> int:
-        """Many small ones, since each operation costs a call, and on a GPU a launch, however few its images are.
+        """How many batches to make together: several if they are small, to save calls and kernel launches.
 
-        Each has to begin in memory where one that was made alone could: libraries may compute otherwise elsewhere.
+        Each must start at an aligned address, like a batch made alone: with another alignment, libraries may compute
+        differently.
         """
         values = size * self.pixels[0].numel()
         if values == 0 or values * 4 % _ALIGNMENT:

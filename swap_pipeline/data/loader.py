@@ -1,7 +1,7 @@
-"""Images that stay in their files: decoded batch by batch in data-loader processes, uint8 until they are on the device.
+"""Images in files: decoded batch by batch in data-loader processes, uint8 until they are on the device.
 
-Which images a batch holds and how each is cropped is decided before the loaders see it, so neither their number nor a
-restart changes anything.
+The images of a batch and their crops are chosen before the loaders see it, so neither the number of loaders nor a
+restart changes them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from swap_pipeline.runtime.rank import die_with_parent
 from swap_pipeline.storage.image_files import size_of_copy
 from swap_pipeline.storage.tensor_files import TensorFile
 
-# A test image's shorter side is brought to this multiple of the size that is cut from its middle (256 for 224).
+# A test image's shorter side is resized to this multiple of the size of its centre crop (256 for 224).
 MARGIN = 256 / 224
-# Sides of rectangles are multiples of this, so that images of about the same shape share a batch.
+# Sides of rectangles are multiples of this, so that images of similar shape share a batch.
 _GRAIN = 16
 # A random crop's longer side is at most this multiple of its shorter one.
 _LONGEST = 4 / 3
-# Batches come through sockets, whose path in there must not have more than 107 characters.
+# Batches come through sockets in this folder, whose paths are limited to 107 characters.
 _LONGEST_TMPDIR = 70
 _INDEX = {
     "labels": torch.int64,
@@ -58,17 +58,17 @@ _INDEX = {
 
 @dataclass(frozen=True)
 class Cut:
-    """What is to be read: which image, the height and width it is brought to, and how."""
+    """What to read: which image, the height and width to resize it to, and the crop."""
 
     index: int
     size: tuple[int, int]
     seed: int | None = None
-    """of the random crop; None: the middle of the image"""
+    """of the random crop; None: the centre of the image"""
     min_scale: float = 1.0
 
 
 def middle(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """The middle of an image, after its shorter side was brought to a little more than that of `size`."""
+    """The centre of an image whose shorter side has been resized to a little more than that of `size`."""
     resized = functional.resize(image, [round(min(size) * MARGIN)], antialias=True)
     cropped: Image.Image = functional.center_crop(resized, list(size))
     return cropped
@@ -87,10 +87,10 @@ def random_crop(pixels: torch.Tensor, size: tuple[int, int], *, min_scale: float
 
 
 def random_box(height: int, width: int, *, min_scale: float, seed: int) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random part: torchvision's law in plain Python, which takes a tenth of the time.
+    """Top, left, height and width of a random part: torchvision's distribution in plain Python, ten times as fast.
 
-    A share of the area, and a ratio of the sides, whose logarithm is uniform up to that of 4:3; if ten in a row do not
-    fit into the image, as much of its middle as such a ratio leaves.
+    The share of the area is uniform, and so is the logarithm of the aspect ratio, up to 4:3; if ten in a row do not fit
+    into the image, the largest centre crop with an allowed ratio.
     """
     chance = random.Random(seed).random
     for _ in range(10):
@@ -115,7 +115,7 @@ def rectangle(height: int, width: int, size: int) -> tuple[int, int]:
 
 
 class _Reader(Dataset[Any]):
-    """Decodes and crops; lives in the loader processes."""
+    """Decodes and crops, in the loader processes."""
 
     def __init__(self, root: Path, meta: Meta, index: TensorFile, copies: Mapping[int, Copies]) -> None:
         self._root = root
@@ -131,7 +131,7 @@ class _Reader(Dataset[Any]):
         self._copies = copies
 
     def path(self, index: int) -> Path:
-        """Where an image is: always below the data set's folder."""
+        """An image's path, which must be inside the data set's folder."""
         start = int(self._ends[index - 1]) if index else 0
         name = bytes(self._paths[start : int(self._ends[index])])
         if name.startswith(b"/") or b".." in name.split(b"/") or b"\0" in name:
@@ -139,9 +139,9 @@ class _Reader(Dataset[Any]):
         return self._root / os.fsdecode(name)
 
     def __getitems__(self, cuts: Sequence[Cut]) -> tuple[torch.Tensor, torch.Tensor] | str:
-        """A uint8 batch and its labels, or what is wrong with one of its files."""
+        """A uint8 batch and its labels, or the error of one of its files."""
         try:
-            # Stacked as Pillow has them, channels last, which is also what the network takes.
+            # Channels last, as in Pillow, which is also the network's layout.
             pixels = torch.stack([self._read(cut) for cut in cuts]).permute(0, 3, 1, 2)
             return pixels, self.labels[[cut.index for cut in cuts]]
         except SwapError as error:
@@ -165,7 +165,7 @@ class _Reader(Dataset[Any]):
 
 
 class _Plan:
-    """The batches of the next pass; a `DataLoader` asks anew each time it is iterated over."""
+    """The batches of the next pass; a `DataLoader` reads them each time it is iterated over."""
 
     def __init__(self) -> None:
         self.batches: Iterable[list[Cut]] = ()
@@ -208,7 +208,7 @@ class FileImages:
             num_workers=num_loaders(default=torch.get_num_threads()),
             persistent_workers=True,
             pin_memory=device.type == "cuda",
-            multiprocessing_context="fork",  # others would import torch again in every loader
+            multiprocessing_context="fork",  # other methods would import torch again in every loader
             generator=torch.Generator(),
             worker_init_fn=functools.partial(_begin, os.getpid(), speaker),
         )
@@ -277,7 +277,7 @@ class FileImages:
             yield Images(pixels=pixels, labels=labels, mean=self._mean, std=self._std)
 
     def _said_at_the_end(self) -> str:
-        """By a loader that could not go on."""
+        """Raised for a loader that failed."""
         said = self._last_words.recv_bytes() if self._last_words.poll() else b""
         return " ".join(said.decode(errors="replace").split())
 
@@ -290,17 +290,17 @@ class FileImages:
             if reason := self._said_at_the_end():
                 raise SwapError(f"a process that decodes images failed: {reason}") from None
             raise SwapError(
-                f"a process that decodes images was ended ({' '.join(str(error).split())}): if memory or /dev/shm is "
+                f"a process that decodes images was killed ({' '.join(str(error).split())}): if memory or /dev/shm is "
                 f"short, set SWAP_LOADERS to less, or give the container more (--shm-size)"
             ) from None
 
 
 def _begin(rank: int, speaker: Connection, worker: int) -> None:
-    """First of all in a loader's process."""
-    die_with_parent(rank)  # a loader that outlived its rank would keep the locks that it inherited
+    """Called first in a loader's process."""
+    die_with_parent(rank)  # a loader that outlives its rank would keep the locks that it inherited
 
     def fail(error: Exception, batch: object) -> None:
-        # Python would only print it and drop the batch, for which the rank would wait without end.
+        # Python would only print the error and drop the batch, for which the rank would wait forever.
         with contextlib.suppress(OSError):
             speaker.send_bytes(f"{type(error).__name__}: {error}".encode(errors="replace")[:1000])
         os._exit(1)

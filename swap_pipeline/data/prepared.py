@@ -1,4 +1,4 @@
-"""`data/prepared` as it lies on disk: what is known of the data set, and its splits, checked on opening."""
+"""Reading `data/prepared`: facts of the data set, and its splits, checked on opening."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from swap_pipeline.errors import SwapError
 from swap_pipeline.storage.files import read_json
 from swap_pipeline.storage.tensor_files import TensorFile, digest_of
 
-# Larger than any image that a network is trained on; what claims more is no image.
+# Larger than the side of any image that a network is trained on.
 _MAX_SIDE = 1 << 14
 _OPTIONAL = {"validation", "copies"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """What `meta.json` says of the data."""
+    """The contents of `meta.json`."""
 
     classes: tuple[str, ...]
     shape: tuple[int, int, int] | None
-    """channels, height, width; of images that are read from their files only the channels are known"""
+    """channels, height, width; None for images read from files"""
     channels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -34,7 +34,7 @@ class Meta:
     copies: tuple[int, ...] = ()
     """shorter sides, in rising order, to which there are copies of images that stay in files"""
     digest: str = ""
-    """of all that the file says; the images of this data set carry it too"""
+    """of the whole file; the splits' files contain it too"""
 
     @property
     def in_memory(self) -> bool:
@@ -81,7 +81,7 @@ def _why_no_meta(tree: Any) -> str:
 
 
 def why_no_images(tree: Mapping[str, Any]) -> str:
-    """What is wrong with classes, channels and normalisation, as `meta.json` and checkpoints have them."""
+    """What is wrong with classes, channels and normalisation in a `meta.json` or checkpoint; empty if nothing is."""
     classes = tree.get("classes")
     if not isinstance(classes, list) or not classes or not all(isinstance(name, str) for name in classes):
         return "classes is not a list of names"
@@ -98,7 +98,7 @@ def why_no_images(tree: Mapping[str, Any]) -> str:
 
 
 def is_size(value: Any) -> bool:
-    """Whether it can be the side of an image, or the number of its channels."""
+    """Whether it can be an image's side or number of channels."""
     return type(value) is int and 0 < value <= _MAX_SIDE
 
 
@@ -107,7 +107,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def open_split(folder: Path, split: str, meta: Meta, dtypes: Mapping[str, torch.dtype]) -> TensorFile:
-    """The file of a split, which must be of the data set that `meta` is of, with these tensors."""
+    """The file of a split, which must belong to `meta` and have these tensors."""
     path = folder / f"{split}.safetensors"
     file = TensorFile(path)
     for key, dtype in dtypes.items():
@@ -122,7 +122,7 @@ def open_split(folder: Path, split: str, meta: Meta, dtypes: Mapping[str, torch.
 
 
 def read_labels(file: TensorFile, meta: Meta) -> torch.Tensor:
-    """The labels of a split, each of which has a class."""
+    """The labels of a split, each of which must have a class."""
     labels = file.read("labels")
     if labels.dim() != 1 or not len(labels) or not 0 <= int(labels.min()) <= int(labels.max()) < len(meta.classes):
         raise SwapError(f"{file.path} is empty or has labels without a class: delete it and run `dvc repro`")
@@ -131,16 +131,16 @@ def read_labels(file: TensorFile, meta: Meta) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """How images that are read from their files are seen; images in memory are as they are."""
+    """How images from files are cropped and resized; images in memory are not."""
 
     size: int
     """side of the square in pixels"""
     min_scale: float | None = None
-    """training: a random crop of at least this share of the area; None: the middle of the image"""
+    """for training: a random crop of at least this share of the area; None: the centre of the image"""
 
 
 def view_in(info: Mapping[str, Any], path: Path) -> View | None:
-    """The view that a checkpoint's header tells of."""
+    """The view in a checkpoint's header."""
     view = info.get("view")
     if view is None:
         return None
@@ -148,9 +148,9 @@ def view_in(info: Mapping[str, Any], path: Path) -> View | None:
         scale = view["min_scale"]
         if scale is None or (type(scale) in (int, float) and 0 < scale <= 1):
             return View(size=view["size"], min_scale=scale)
-    raise SwapError(f"{path}: its header says of the size of images what nobody can use: train it again")
+    raise SwapError(f"{path}: its header has an invalid image size: train it again")
 
 
 def pixel_scale(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Values of each channel on the scale 0–1, as 1×C×1×1 on the scale of pixels."""
+    """Values per channel on the scale 0–1, as 1×C×1×1 on the scale 0–255."""
     return (torch.tensor(values, dtype=torch.float32) * 255).view(1, -1, 1, 1).to(device)

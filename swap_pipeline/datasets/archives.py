@@ -1,4 +1,4 @@
-"""Published files of data sets: found or downloaded, checked, and read without unpacking them to disk or unpickling."""
+"""Published files of data sets: finding or downloading, checking, and reading them without unpacking or unpickling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DOWNLOAD_TIMEOUT_SECONDS = 30.0
 def find_or_download(
     url: str, md5: str, root: str, *, contents_md5: str | None = None, also_in: Path | None = None
 ) -> Path:
-    """Where a published file lies: in `data.root`, among earlier downloads, in `also_in`; else it is downloaded."""
+    """The path of a published file: in `data.root`, among earlier downloads, or in `also_in`; else downloads it."""
     path = find(url, root, also_in=also_in)
     if path is not None:
         _check_md5(path, url, md5, contents_md5)
@@ -41,8 +41,8 @@ def find_or_download(
 
 
 def find(url: str, root: str, *, also_in: Path | None = None) -> Path | None:
-    """Where a published file lies, if it is here; it is not looked into."""
-    # An experiment in a temporary folder has a data.root without what git ignores; its project's has it.
+    """The path of a published file, if it is here; does not check its contents."""
+    # In an experiment's temporary folder, data.root lacks files that git ignores; the project's has them.
     folders = [Path(root), project_folder() / root, scratch_root() / "downloads"]
     paths = [folder / url.rpartition("/")[2] for folder in (folders if also_in is None else [*folders, also_in])]
     return next((path for path in paths if path.is_file()), None)
@@ -59,7 +59,7 @@ def _check_md5(path: Path, url: str, md5: str, contents_md5: str | None) -> None
                 return
     raise SwapError(
         f"{path} is not the published file (its md5 is {found} instead of {md5}): "
-        f"delete it and it will be downloaded, or put the one from {url} in its place"
+        f"delete it and it will be downloaded, or replace it by the one from {url}"
     )
 
 
@@ -75,7 +75,7 @@ def _gunzip(path: Path) -> bytes:
 
 
 def _download(url: str, md5: str, downloads: Path, root: str) -> None:
-    """Into `downloads`, where it appears when it is whole and has the right checksum."""
+    """Download into `downloads`, where the file appears once it is complete and has the right checksum."""
     from torchvision.datasets.utils import download_url
 
     name = url.rpartition("/")[2]
@@ -85,8 +85,8 @@ def _download(url: str, md5: str, downloads: Path, root: str) -> None:
             download_url(url, str(downloads), partial.name, md5)
         os.replace(partial, downloads / name)
     except (OSError, RuntimeError, ValueError, http.client.HTTPException) as error:
-        # torchvision's words for a wrong checksum
-        reason = "what came has another checksum" if "File not found or corrupted" in str(error) else str(error)
+        # torchvision's message for a wrong checksum
+        reason = "the download has the wrong checksum" if "File not found or corrupted" in str(error) else str(error)
         raise SwapError(
             f"{name} cannot be downloaded ({' '.join(reason.split())}): get it from {url} and put it into {root}"
         ) from None
@@ -96,7 +96,7 @@ def _download(url: str, md5: str, downloads: Path, root: str) -> None:
 
 @contextlib.contextmanager
 def _download_manners(url: str) -> Iterator[None]:
-    """A server that says nothing is not waited for, and torchvision's bar is drawn in terminals only."""
+    """A time limit for silent servers; torchvision's progress bar only in a terminal."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_SECONDS)
     print(f"downloading {url}", flush=True)
@@ -113,12 +113,12 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     start = 4 + 4 * raw[3] if len(raw) >= 4 else 0
     sizes = np.frombuffer(raw[4:start], dtype=">u4").tolist() if raw[:3] == b"\0\0\x08" and len(raw) >= start else []
     if not sizes or 0 in sizes or math.prod(sizes) != len(raw) - start:
-        raise SwapError(f"{path} is not a whole idx file of bytes: delete it and run `dvc repro`")
+        raise SwapError(f"{path} is not a complete idx file of bytes: delete it and run `dvc repro`")
     return np.frombuffer(raw, dtype=np.uint8, offset=start).reshape(sizes).copy()
 
 
 def read_members(path: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Files of a compressed tar, read in one go; nothing is written anywhere."""
+    """Files of a compressed tar, read in one pass; writes nothing."""
     found: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r|gz") as archive:

@@ -1,4 +1,4 @@
-"""The data sets that come as arrays: FashionMNIST and CIFAR, from their official archives."""
+"""Data sets that are arrays: Fashion-MNIST and CIFAR, from their official archives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 CIFAR100_URL = "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz"
 CIFAR100_MD5 = "03b5dce01913d631647c71ecec9e9cb8"
 FASHION_MNIST_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
-# Of each file as it is published and, since Debian compresses it anew, of what is in it.
+# MD5 of each file as published, and of its contents, since Debian recompresses it.
 FASHION_MNIST_MD5 = {
     "train-images-idx3-ubyte.gz": ("8d4fb7e6c68d591d4c3dfef9ec88bf0d", "f4a8712d7a061bf5bd6d2ca38dc4d50a"),
     "train-labels-idx1-ubyte.gz": ("25c81989df183df01b3e8a0aad5dffbe", "9018921c3c673c538a1fc5bad174d6f9"),
@@ -46,13 +46,13 @@ class Source:
 
 
 def _fashion_mini(_root: str) -> Source:
-    """10,000 training images (1,000 a class) and the whole test set of Fashion-MNIST, kept in this repository."""
+    """10,000 training images (1,000 per class) and the whole test set of Fashion-MNIST, kept in this repository."""
     keys = ("train_images", "train_labels", "test_images", "test_labels")
     try:
         file = TensorFile(FASHION_MINI)
         return Source(classes=tuple(file.info["classes"]), **{key: file.read(key) for key in keys})
     except (SwapError, KeyError, TypeError):
-        raise SwapError(f"{FASHION_MINI} is missing or damaged: `git checkout {FASHION_MINI}` brings it back") from None
+        raise SwapError(f"{FASHION_MINI} is missing or damaged: run `git checkout {FASHION_MINI}`") from None
 
 
 def _fashion_mnist(root: str) -> Source:
@@ -81,12 +81,12 @@ def _cifar10(root: str) -> Source:
 def _cifar100(root: str) -> Source:
     path = find_or_download(CIFAR100_URL, CIFAR100_MD5, root)
     folder = "cifar-100-binary"
-    # Of an image's two labels, the coarse and the fine one, the last counts.
+    # CIFAR-100 has a coarse and a fine label; the last one is used.
     return _cifar(path, [f"{folder}/train.bin"], f"{folder}/test.bin", f"{folder}/fine_label_names.txt", num_labels=2)
 
 
 def _cifar(path: Path, train: Sequence[str], test: str, names: str, *, num_labels: int) -> Source:
-    """Records of labels and 3×32×32 pixels, red, green, blue; class names are in a text file, one a line."""
+    """Records of labels and 3×32×32 pixels, red, green, blue; class names are in a text file, one per line."""
     files = read_members(path, [*train, test, names])
     classes = tuple(line.strip() for line in files[names].decode(errors="replace").splitlines() if line.strip())
 
@@ -120,7 +120,7 @@ FROM_ARRAYS: dict[str, Callable[[str], Source]] = {
 }
 
 
-# For `swap doctor`; of a data set that downloads nothing there is no entry.
+# For `swap doctor`; no entry for data sets that download nothing.
 OFFICIAL_FILES = {
     "cifar10": [CIFAR10_URL],
     "cifar100": [CIFAR100_URL],

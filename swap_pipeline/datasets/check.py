@@ -1,4 +1,4 @@
-"""What DVC is about to make of `params.yaml`: `swap check`, and the pipeline's first stage.
+"""Checks of `params.yaml` before DVC uses it: `swap check`, and the pipeline's first stage.
 
 DVC puts values of `params.yaml` into paths before any code of this project runs: it deletes what `workers.seeds` names
 as an output, and reads all of `data.root` and of earlier outputs. So all of this is checked here first, without torch
@@ -19,12 +19,12 @@ from swap_pipeline.runtime.inputs import check_dvc_sees_start
 
 OUTS = ("checkpoints", "data/checked.txt", "data/prepared", "metrics", "plots", "report")
 _NOT_DATA = (".dvc", ".git", ".swap", *OUTS)
-# Where DVC would hang, or read without end.
+# DVC would hang on these, or read forever.
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def check(file: Path = Path("params.yaml")) -> Params:
-    """Read a params file; a `SwapError` names the first thing that `dvc repro` would stumble over."""
+    """Read a params file; a `SwapError` names the first thing that would make `dvc repro` fail."""
     params = read_params(file)
     try:
         _check_root(params.data.root)
@@ -38,7 +38,7 @@ def check(file: Path = Path("params.yaml")) -> Params:
 
 
 def _check_root(text: str) -> None:
-    """That DVC can take `data.root` as a dependency: a folder on this machine that holds nothing but files."""
+    """Check that DVC can use `data.root` as a dependency: a local folder with nothing but files and folders."""
     what = f"data.root is {shown(text)}"
     if "://" in text:
         raise SwapError(f"{what}, an address: download the data, and name the folder that it is in")
@@ -49,7 +49,7 @@ def _check_root(text: str) -> None:
     for name in _NOT_DATA:
         other, place = Path(name).resolve(), root.resolve()
         if place == other or place in other.parents or other in place.parents:
-            raise SwapError(f"{what}, which overlaps with {name} of this project: name a folder of its own")
+            raise SwapError(f"{what}, which overlaps with {name} of this project: choose a separate folder")
     if special := _special_file(root):
         raise SwapError(f"{what}, but {special}, which DVC cannot read: remove it")
 
@@ -68,9 +68,9 @@ def _check_start(text: str | None) -> None:
 
 
 def _special_file(root: Path) -> str:
-    """The first thing in a folder that is neither a file nor a folder, nor a link to one; empty if there is none.
+    """The first entry in a folder that is neither a file or folder nor a link to one; empty if there is none.
 
-    Broken links do no harm here: whoever reads the images names them.
+    Broken links do no harm here: reading the images reports them.
     """
     folders = [str(root)]
     while folders:
@@ -83,5 +83,5 @@ def _special_file(root: Path) -> str:
                         kind = stat.S_IFMT(entry.stat().st_mode)
                         return f"{shown(entry.path)} is {_KINDS.get(kind, 'no file')}"
         except OSError:
-            continue  # a folder that may not be read: DVC names it
+            continue  # an unreadable folder: DVC reports it
     return ""

@@ -1,6 +1,6 @@
-"""Folders of images, `train/<class>/…` and `test/<class>/…`: what is in them, and all of it decoded, on all cores.
+"""Folders of images, `train/<class>/…` and `test/<class>/…`: listing them, and decoding them on all cores.
 
-Without torch, since the processes that decode import this module.
+Does not import torch, since the decoding processes import this module.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from swap_pipeline.storage.image_files import read_image
 
 Result = TypeVar("Result")
 
-# Those of torchvision's ImageFolder.
+# As in torchvision's ImageFolder.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-# The unit of work; small enough that Ctrl-C, which waits for those under way, does not take long.
+# The unit of work; small, because Ctrl-C waits for the current ones.
 IMAGES_AT_ONCE = 100
-# Fewer are decoded sooner than processes start.
+# Fewer are decoded faster than processes start.
 POOL_FROM_IMAGES = 300
 MAX_PROCESSES = 32
 
 
 @dataclass(frozen=True)
 class FolderSplit:
-    """Images sorted by class and then by path."""
+    """Images sorted by class, then by path."""
 
     paths: list[str]
     """relative to the folder of the data set, with forward slashes"""
@@ -59,18 +59,18 @@ class FolderSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """What lies in a folder of images."""
+    """The contents of a folder of images."""
 
     root: Path
     classes: tuple[str, ...]
     train: FolderSplit
     test: FolderSplit
     notes: tuple[str, ...]
-    """what the user should know, a line each"""
+    """notes for the user, one line each"""
 
 
 def scan(root: Path, *, test_names: Sequence[str] = ("test", "val")) -> Tree:
-    """Find the images and check the tree, without opening a file; of `test_names` the first that is there is taken."""
+    """List the images and check the tree, without opening files; uses the first of `test_names` that exists."""
     if not root.is_dir():
         what = "is not a folder" if root.exists() else "does not exist"
         raise SwapError(
@@ -85,7 +85,7 @@ def scan(root: Path, *, test_names: Sequence[str] = ("test", "val")) -> Tree:
                 f"(params.yaml: data.root)"
             )
     if len(present) > 1:
-        notes.append(f"note: {root} has both {present[0]} and {present[1]}: {present[0]} is what is tested on")
+        notes.append(f"note: {root} has both {present[0]} and {present[1]}: {present[0]} is used for testing")
     train, num_skipped = _images_by_class(root, "train")
     test, num_skipped_in_test = _images_by_class(root, present[0])
     num_skipped += num_skipped_in_test
@@ -93,13 +93,13 @@ def scan(root: Path, *, test_names: Sequence[str] = ("test", "val")) -> Tree:
     if empty:
         raise SwapError(f"{root}/train has no images of {_names(empty)}: add some, or remove the folder")
     if len(train) == 1:
-        raise SwapError(f"{root}/train has a single class ({next(iter(train))}): there is nothing to tell apart")
+        raise SwapError(f"{root}/train has a single class ({next(iter(train))}): there must be at least two")
     unknown = [name for name in test if name not in train]
     if unknown:
         raise SwapError(f"{root}/{present[0]} has {_names(unknown)}, which train lacks: add it there, or remove it")
     untested = [name for name in train if not test.get(name)]
     if len(untested) == len(train):
-        raise SwapError(f"{root}/{present[0]} has no images: put those to test on into {present[0]}/<class>/")
+        raise SwapError(f"{root}/{present[0]} has no images: put test images into {present[0]}/<class>/")
     if untested:
         notes.append(
             f"warning: {root}/{present[0]} has no images of {_names(untested)}: the test accuracy says nothing about it"
@@ -107,7 +107,7 @@ def scan(root: Path, *, test_names: Sequence[str] = ("test", "val")) -> Tree:
     if links := _linked_folders(root, ("train", present[0])):
         shown = ", ".join(links[:3]) + (" …" if len(links) > 3 else "")
         notes.append(
-            f"warning: {len(links):,} folders in {root} are links ({shown}): DVC does not look behind them, so it will "
+            f"warning: {len(links):,} folders in {root} are links ({shown}): DVC does not follow them, so it will "
             f"not notice when images there change"
         )
     if num_skipped:
@@ -132,7 +132,7 @@ def _linked_folders(root: Path, splits: Sequence[str]) -> list[str]:
 
 
 def _images_by_class(root: Path, split: str) -> tuple[dict[str, list[str]], int]:
-    """Sorted images of each class, and how much else there is."""
+    """Sorted images of each class, and the number of other entries."""
     folders, files, num_skipped = _list(root / split)
     if not folders:
         if files:
@@ -156,7 +156,7 @@ def _images_below(folder: Path, prefix: str, above: tuple[tuple[int, int], ...])
     above = (*above, (status.st_dev, status.st_ino))
     for name in folders:
         status = (folder / name).stat()
-        if (status.st_dev, status.st_ino) in above:  # a link that leads back up
+        if (status.st_dev, status.st_ino) in above:  # a link to a parent folder
             num_skipped += 1
             continue
         deeper, skipped = _images_below(folder / name, f"{prefix}{name}/", above)
@@ -175,7 +175,7 @@ def _list(folder: Path) -> tuple[list[str], list[str], int]:
                     num_others += 1
                 elif entry.is_dir():
                     folders.append(entry.name)
-                # A broken link is an image that cannot be read, and is told among those.
+                # A broken link is reported as an unreadable image.
                 elif entry.name.lower().endswith(EXTENSIONS) and (entry.is_file() or entry.is_symlink()):
                     files.append(entry.name)
                 else:
@@ -185,7 +185,7 @@ def _list(folder: Path) -> tuple[list[str], list[str], int]:
     for name in (*folders, *files):
         if not _is_utf8(name):
             raise SwapError(f"{folder} has {name!a}, a name that is not UTF-8: rename it")
-        if any(unicodedata.category(letter) == "Cc" for letter in name):  # it could do things to a terminal
+        if any(unicodedata.category(letter) == "Cc" for letter in name):  # unsafe to print in a terminal
             raise SwapError(f"{folder} has {name!a}, a name with control characters: rename it")
     return sorted(folders), sorted(files), num_others
 
@@ -212,7 +212,7 @@ def _in_one_list(classes: Sequence[str], found: dict[str, list[str]]) -> FolderS
 
 @dataclass(frozen=True)
 class Looks:
-    """What decoding some images showed, in their order."""
+    """Facts found by decoding images, in their order."""
 
     heights: NDArray[np.int32]
     widths: NDArray[np.int32]
@@ -223,7 +223,7 @@ class Looks:
     """how often each value occurs in each channel over all images, 3×256; grey counts in all three"""
     errors: list[str]
     pixels: NDArray[np.uint8] | None = None
-    """N×C×H×W, C = 1 if all are grey; None if that was not asked for, or one of them has another size"""
+    """N×C×H×W, C = 1 if all are grey; None if not requested, or if sizes differ"""
 
     def __len__(self) -> int:
         return len(self.heights)
@@ -238,7 +238,7 @@ def look_at(run: Run, root: Path, paths: Sequence[str], *, keep: tuple[int, int]
     parts: list[Looks] = []
     pixels: NDArray[np.uint8] | None = None
     first = 0
-    for part in run(_look, [(root, chunk, keep) for chunk in chunks], f"looking at {what} images"):
+    for part in run(_look, [(root, chunk, keep) for chunk in chunks], f"checking {what} images"):
         if part.pixels is None:
             keep = pixels = None
         elif keep is not None:
@@ -254,7 +254,7 @@ def look_at(run: Run, root: Path, paths: Sequence[str], *, keep: tuple[int, int]
 
 
 def joined(parts: Sequence[Looks]) -> Looks:
-    """All of them as one, without pixels."""
+    """All of them together, without pixels."""
     return Looks(
         np.concatenate([part.heights for part in parts]),
         np.concatenate([part.widths for part in parts]),
@@ -296,17 +296,17 @@ def _look(root: Path, paths: Sequence[str], keep: tuple[int, int] | None) -> Loo
 
 
 class Run:
-    """Calls of one function, one after the other here or spread over processes; results come in the calls' order."""
+    """Calls of one function, sequentially or over processes; results are in the calls' order."""
 
     def __init__(self, executor: ProcessPoolExecutor | None, num_processes: int) -> None:
         self._executor = executor
-        # Enough to keep everybody busy, few enough that results never pile up in memory.
+        # Enough to keep all processes busy, few enough that results do not pile up in memory.
         self._max_waiting = 3 * num_processes
 
     def __call__(
         self, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]], what: str
     ) -> Iterator[Result]:
-        """The second argument of a call is its list of images, which progress is counted in."""
+        """A call's second argument is its list of images, by which progress is counted."""
         waiting: deque[tuple[int, Future[Result]]] = deque()
         with _progress(what, sum(len(call[1]) for call in calls)) as advance:
             if self._executor is None:
@@ -327,19 +327,19 @@ class Run:
 
 @contextlib.contextmanager
 def processes_for(num_images: int) -> Iterator[Run]:
-    """Processes that decode, on all cores that this one may use; however the block is left, they end."""
+    """Decoding processes on all cores that this one may use; they end with the block, however it is left."""
     number = min(num_cores(), MAX_PROCESSES, math.ceil(num_images / IMAGES_AT_ONCE))
     if number == 1 or num_images < POOL_FROM_IMAGES:
         yield Run(None, 1)
         return
-    # Started afresh, not forked: this process may have threads.
+    # Spawned, not forked: this process may have threads.
     executor = ProcessPoolExecutor(
         number, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
     )
     try:
         yield Run(executor, number)
     except BrokenProcessPool:
-        raise SwapError("a process that decodes images was ended from outside (is there enough memory?)") from None
+        raise SwapError("a process that decodes images was killed (is there enough memory?)") from None
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -347,11 +347,11 @@ def processes_for(num_images: int) -> Iterator[Run]:
 def _begin(started_by: int) -> None:
     die_with_parent()
     if os.getppid() != started_by:
-        os._exit(1)  # it was gone before the kernel knew
+        os._exit(1)  # the parent was already gone
 
 
 def _submit(executor: ProcessPoolExecutor, function: Callable[..., Result], call: tuple[Any, ...]) -> Future[Result]:
-    # Ctrl-C reaches every process at once. It is for this one to handle, so those that are started here never see it.
+    # Ctrl-C reaches every process; only this one handles it, so the others must ignore it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return executor.submit(function, *call)

@@ -1,7 +1,7 @@
-"""Which training images are trained on, and which are held back as the validation set: always the same ones.
+"""Which training images are used, and which are held back for validation: always the same ones.
 
-Decided by a hash of the image's place in its class, not by a generator, whose numbers may differ from version to
-version, and not by `seed`: repeats share the validation set.
+Decided by a hash of the image's position in its class, not by a random generator, which may differ between versions,
+and not by `seed`, so repeats share the validation set.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Positions among the training images, in rising order."""
+    """Positions among the training images, sorted."""
 
     train: Positions
     validation: Positions
     notes: tuple[str, ...]
-    """what the user should know, a line each"""
+    """notes for the user, one line each"""
 
 
 def parts_of(labels: Positions, classes: Sequence[str], data: Data) -> Parts:
-    """Each class's last lots are for validation, its first ones for training: a larger part contains a smaller one."""
+    """Each class's last draws are for validation, its first ones for training; larger parts contain smaller ones."""
     num_classes, held_back = len(classes), data.validation_images
     by_lot = _by_lot(labels, num_classes)
     sizes = [len(lots) for lots in by_lot]
@@ -59,7 +59,7 @@ def parts_of(labels: Positions, classes: Sequence[str], data: Data) -> Parts:
 
 
 def num_trained_on(total: int, data: Data) -> int:
-    """Of so many training images, without those held back for validation."""
+    """Number of images to train on, without those held back for validation."""
     left = total - data.validation_images
     if left < 1:
         raise SwapError(
@@ -70,13 +70,13 @@ def num_trained_on(total: int, data: Data) -> int:
     if data.train_images > left:
         beside = f" beside {data.validation_images} for validation" if data.validation_images else ""
         raise SwapError(
-            f"data.train_images is {data.train_images}, but {data.name} has {left}{beside}: lower it, or write all"
+            f"data.train_images is {data.train_images}, but {data.name} has {left}{beside}: lower it, or set it to all"
         )
     return data.train_images
 
 
 def _check_classes(sizes: Sequence[int], classes: Sequence[str], held_back: int) -> None:
-    """That the smallest class can give as many images as the others, and keep one."""
+    """Check that the smallest class has enough images for validation and one more."""
     smallest = min(range(len(sizes)), key=lambda label: sizes[label])
     each = -(-held_back // len(sizes))
     if sizes[smallest] <= each > 0:
@@ -87,7 +87,7 @@ def _check_classes(sizes: Sequence[int], classes: Sequence[str], held_back: int)
 
 
 def even_shares(sizes: Sequence[int], number: int) -> list[int]:
-    """How many of each class, as evenly as their sizes allow; from the smallest up: what one lacks, the next share."""
+    """How many of each class, as evenly as their sizes allow; what smaller classes lack, larger ones share."""
     shares = [0] * len(sizes)
     for rank, label in enumerate(sorted(range(len(sizes)), key=lambda label: (sizes[label], label))):
         shares[label] = min(sizes[label], (number - sum(shares)) // (len(sizes) - rank))
@@ -95,7 +95,7 @@ def even_shares(sizes: Sequence[int], number: int) -> list[int]:
 
 
 def _by_lot(labels: Positions, num_classes: int) -> list[Positions]:
-    """The positions of each class's images, in the order of their lots."""
+    """The positions of each class's images, in the order of their draws."""
     of_class = [np.flatnonzero(labels == label) for label in range(num_classes)]
     return [
         places[sorted(range(len(places)), key=lambda place: _lot(label, place))]

@@ -1,4 +1,4 @@
-"""Named data sets → `data/prepared/`: uint8 tensors or an index of image files, and what there is to know of them."""
+"""Named data sets → `data/prepared/`: uint8 tensors or an index of image files, and facts about them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swap_pipeline.storage.files import link_or_copy, write_json
 from swap_pipeline.storage.image_files import shape_of
 from swap_pipeline.storage.tensor_files import digest_of, write_tensors
 
-# What ImageNet is normalised by everywhere, so that published weights fit.
+# ImageNet's usual normalisation, so that published weights fit.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _CALLED = {"train": "training", "validation": "validation", "test": "test"}
@@ -33,7 +33,7 @@ _CALLED = {"train": "training", "validation": "validation", "test": "test"}
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a data set before it is there."""
+    """Facts of a data set, which need not be there yet."""
 
     num_train: int
     num_test: int
@@ -53,16 +53,16 @@ FACTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """All that is written."""
+    """Everything that is written."""
 
     splits: Mapping[str, Mapping[str, torch.Tensor]]
-    """train, test and, if images are held back for it, validation"""
+    """train, test and, if there is one, validation"""
     kind: Literal["memory", "files"]
     classes: tuple[str, ...]
     shape: tuple[int, int | None, int | None]
     normalisation: tuple[list[float], list[float]]
     about: str
-    """the end of the line that is shown"""
+    """the end of the summary line"""
     notes: Sequence[str] = ()
     copies: Sequence[int] = ()
     """sides of the copies that `files` holds"""
@@ -99,12 +99,12 @@ def no_copies(data: Data) -> SwapError:
 
 
 def unknown(name: str) -> SwapError:
-    """What is said of a data set that nobody knows."""
+    """The error for an unknown data set."""
     return SwapError(f"params.yaml: data.name is {name!r}{did_you_mean(name, [*FROM_ARRAYS, *TEST_FOLDERS])}")
 
 
 def _write(folder: Path, made: _Prepared) -> None:
-    """What is known of the data is written last and removed first: without it, nothing here looks whole."""
+    """`meta.json` is written last and removed first: without it, the folder does not look complete."""
     mean, std = made.normalisation
     meta: dict[str, Any] = {
         "kind": made.kind,
@@ -138,7 +138,7 @@ def _write(folder: Path, made: _Prepared) -> None:
 
 
 def _list_hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    """One hash over all that an index says, in the order of its keys' names."""
+    """A hash of an index, in the order of its keys."""
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
         digest.update(tensor.numpy().tobytes())
@@ -191,7 +191,7 @@ def _moments(counts: torch.Tensor) -> tuple[list[float], list[float]]:
 
 # --- folders of images
 
-# Where test images are looked for; ImageNet's own `test` has no labels.
+# Where to look for test images; ImageNet's own `test` has no labels.
 TEST_FOLDERS = {"imagefolder": ("test", "val"), "imagenet": ("val", "test")}
 
 
@@ -256,7 +256,7 @@ def _from_folder(data: Data, scratch: Path | None) -> _Prepared:
 
 
 def _hashed_root(root: str) -> Path:
-    """The folder that DVC has hashed as a dependency: no other may be looked at, or a change would go unnoticed."""
+    """The folder that DVC has hashed as a dependency; changes in any other would go unnoticed."""
     here, found = Path(root), find_root(root)
     if found != here:
         raise SwapError(
@@ -271,7 +271,7 @@ def _size_to_keep(first: Path, num_images: int, max_gb: float) -> tuple[int, int
     try:
         channels, height, width = shape_of(first)
     except SwapError:
-        return None  # it will be told with all others that cannot be read
+        return None  # reported together with all other unreadable images
     return (height, width) if num_images * channels * height * width <= max_gb * 1e9 else None
 
 
@@ -282,7 +282,7 @@ def _refuse_unreadable(root: Path, looks: Looks) -> None:
 
 
 def _why_not_in_memory(looks: Looks, channels: int, max_gb: float) -> str:
-    """Why the images have to stay in their files; nothing if they need not."""
+    """Why the images have to stay in their files; empty if they need not."""
     if len(np.unique(looks.heights)) > 1 or len(np.unique(looks.widths)) > 1:
         return "they differ in size"
     num_bytes = channels * int((looks.heights.astype(np.int64) * looks.widths).sum())

@@ -1,8 +1,8 @@
 """Exact batch-norm statistics of a network over a data set, across ranks.
 
-Averaged weights see other activations than any of the networks they come from, so the statistics are computed anew
-(last line of Algorithm 1). Every batch counts by its samples; sums are float64 and added up over the ranks. A batch is
-always whole on one rank, so the result does not depend on the number of ranks, to rounding.
+Averaged weights produce other activations than any of the networks they come from, so the statistics are recomputed
+(last line of Algorithm 1). Batches are weighted by their size; sums are float64 and added up over the ranks. A batch is
+never split over ranks, so the result does not depend on the number of ranks beyond rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def edges_of_batches(num_images: int, batch_size: int) -> list[int]:
 def one_pass(
     images: Split, edges: Sequence[int], *, seed: int, augment: Augment | None, group: Group, view: View | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Images and labels in a random order, in batches between these edges, of which every rank has its share."""
+    """This rank's share of the images and labels, in a random order, in batches between these edges."""
     if view is not None and augment is None:
         view = replace(view, min_scale=None)
     choices = draw_epoch(
@@ -73,7 +73,7 @@ class _Moments:
         self.count = zeros.new_zeros(1)
 
     def add(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
-        """Forward hook. With momentum 1 the layer's running statistics are those of the batch it has just seen."""
+        """Forward hook. With momentum 1, the layer's running statistics are those of the current batch."""
         count = inputs[0].numel() // self.layer.num_features
         assert self.layer.running_mean is not None and self.layer.running_var is not None
         mean, unbiased = self.layer.running_mean.double(), self.layer.running_var.double()
@@ -89,7 +89,7 @@ class _Moments:
         """Set the layer's statistics."""
         mean = self.mean_sum / self.count
         spread = (self.square_sum / self.count - mean * mean).clamp_(min=0)
-        spread *= self.count / (self.count - 1)  # unbiased, as torch's own running variance is
+        spread *= self.count / (self.count - 1)  # unbiased, like torch's running variance
         assert self.layer.running_mean is not None and self.layer.running_var is not None
         self.layer.running_mean.copy_(mean)
         self.layer.running_var.copy_(spread)
@@ -97,17 +97,17 @@ class _Moments:
 
 @torch.no_grad()
 def recompute_statistics(network: nn.Module, batches: Iterable[torch.Tensor], *, group: Group) -> int:
-    """Set all running statistics from this rank's `batches`; returns how many layers there were.
+    """Set all running statistics from this rank's `batches`; returns the number of layers.
 
-    Only batch-norm layers are in training mode during the pass: dropout stays off. Later layers see inputs that are
-    normalised by the batch, as in training.
+    Only batch-norm layers are in training mode during the pass, so dropout is off. Later layers see inputs normalised
+    by the batch, as in training.
     """
     layers = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not layers:
         return 0
     was_training = {module: module.training for module in network.modules()}
     momenta = {layer: layer.momentum for layer in layers}
-    # Counting the batches of this pass would make the file depend on the number of ranks.
+    # If this pass counted its batches, the file would depend on the number of ranks.
     counters = {
         layer: None if layer.num_batches_tracked is None else layer.num_batches_tracked.clone() for layer in layers
     }
@@ -117,7 +117,7 @@ def recompute_statistics(network: nn.Module, batches: Iterable[torch.Tensor], *,
         network.eval()
         for layer in layers:
             layer.train()
-            layer.reset_running_stats()  # whatever stood there, NaN included, must leave no trace
+            layer.reset_running_stats()  # old values, even NaN, must leave no trace
             layer.momentum = 1.0
         for batch in batches:
             network(batch)

@@ -1,4 +1,4 @@
-"""Environment → rank, world, device, backend. The only module that starts or ends a process group."""
+"""Rank, world size, device and backend from the environment. The only module that starts or ends a process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swap_pipeline.runtime.gpus import device_type_of_rank, unfit
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The processes that work on one job; a world of one needs no process group and has none."""
+    """The processes of one job; a single process has no process group."""
 
     rank: int
     world_size: int
@@ -31,19 +31,19 @@ class Group:
         return self.rank == 0
 
     def describe(self) -> str:
-        """For people: `2 × cpu`, `8 × NVIDIA V100`."""
+        """For the user: `2 × cpu`, `8 × NVIDIA V100`."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return f"{self.world_size} × {name}"
 
     def hardware(self) -> str:
-        """What can change bytes where all else is the same: kind of GPU, and the libraries that compute on it."""
+        """What can change bytes when all else is equal: the kind of GPU and its libraries."""
         if self.device.type == "cpu":
             return "cpu"
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         return f"{torch.cuda.get_device_name(self.device)}, cuDNN {torch.backends.cudnn.version()}, NCCL {nccl}"
 
     def as_json(self) -> dict[str, Any]:
-        """For records: what a job ran on. On CPU a device is a core, so that times can be compared."""
+        """For records: a job's devices. On CPU a device is a core, so that times are comparable."""
         cores = self.world_size * torch.get_num_threads()
         return {
             "devices": self.describe(),
@@ -57,7 +57,7 @@ class Group:
         return tensor
 
     def wait(self) -> None:
-        """Return once every rank has come here."""
+        """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -71,38 +71,38 @@ class Group:
         return torch.stack(rows)
 
     def send(self, tensor: torch.Tensor, *, sender: int) -> torch.Tensor:
-        """The tensor that the rank `sender` has, on this rank's device; the others give one of its shape and type."""
+        """The tensor of the rank `sender`, on every rank's device; the others pass one of its shape and type."""
         tensor = tensor.to(self.device)
         if self.world_size > 1:
             dist.broadcast(tensor, src=sender)
         return tensor
 
     def number_of_main(self, number: int) -> int:
-        """The main rank's number, for all ranks to act on."""
+        """The main rank's number, on all ranks."""
         return int(self.sum(torch.tensor(number if self.is_main else 0, device=self.device)).item())
 
     def main_says(self, verdict: bool) -> bool:
-        """The main rank's answer to a question, for all ranks to act on."""
+        """The main rank's verdict, on all ranks."""
         answer = torch.tensor(float(verdict and self.is_main), device=self.device)
         return bool(self.sum(answer).item())
 
     def finish_queued_work(self) -> None:
-        """Wait for this rank's GPU, so that a clock can be read."""
+        """Wait for this rank's GPU, before reading a clock."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 @contextlib.contextmanager
 def process_group(*, deterministic: bool = False) -> Iterator[Group]:
-    """Join the job that torchrun (or the launcher) started this process for.
+    """Join the job for which torchrun (or the launcher) started this process.
 
-    NCCL looks only now whether sums have to be the same each time, and then does without NVLink's own (NVLS).
+    NCCL checks only now whether sums must be deterministic, and if so does not use NVLink SHARP (NVLS).
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _device(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the launcher says so, torchrun by hand does not
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # set by the launcher, but not by torchrun
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     group = Group(rank=rank, world_size=world_size, device=device)
@@ -117,15 +117,15 @@ def process_group(*, deterministic: bool = False) -> Iterator[Group]:
         else:
             dist.init_process_group("gloo", timeout=timeout)
         yield group
-        group.wait()  # ranks leave together, so one that hangs while it writes the result is noticed by the others
+        group.wait()  # ranks leave together, so the others notice one that hangs while writing the result
     # Not after an error: NCCL would wait for ranks that may be gone, and with gloo the others would report a lost
-    # connection before this rank can say what is wrong. The group ends with the process then.
+    # connection before this rank reports its error. The group then ends with the process.
     dist.destroy_process_group()
 
 
 def _explained(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Memory that runs out where nobody looked for it: while a network, its wrapper or its momentum are placed, while
-    NCCL or cuBLAS start. On a CPU another process may be the reason, and the job is worth a second try."""
+    """Report memory that runs out anywhere else: while placing the network, DDP or momentum, or starting NCCL or
+    cuBLAS. Not on a CPU, where another process may be the cause and a second try may work."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     return must_fit("this job", remedy="end other processes on the GPU, or take a smaller network or image_size")
@@ -136,7 +136,7 @@ def _device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise SwapError(
-            f"rank {local_rank} has no GPU, only {torch.cuda.device_count()} can be seen: "
+            f"rank {local_rank} has no GPU, only {torch.cuda.device_count()} are visible: "
             f"lower SWAP_NPROC, or set SWAP_DEVICE=cpu"
         )
     device = torch.device("cuda", local_rank)

@@ -1,4 +1,4 @@
-"""How well a network does on images that it was not trained on."""
+"""Loss and accuracy of a network on images that it was not trained on."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from swap_pipeline.runtime.environment import eval_batch_size
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """How well a network does on images that it was not trained on."""
+    """Loss and accuracy on images that the network was not trained on."""
 
     loss: float
     accuracy: float
     """in percent"""
     top5: float | None
-    """share of images whose class is among the first five guesses, in percent; None below 100 classes"""
+    """top-5 accuracy in percent; None below 100 classes"""
 
     def as_json(self, prefix: str = "") -> dict[str, float]:
-        """The names begin with `prefix`: `test_accuracy`; without one, the record says what split they are of."""
+        """Names start with `prefix`, as in `test_accuracy`; without one, the record names the split elsewhere."""
         top5 = {} if self.top5 is None else {f"{prefix}top5": self.top5}
         return {f"{prefix}accuracy": self.accuracy, f"{prefix}loss": self.loss, **top5}
 
@@ -55,7 +55,7 @@ def _predictions(
 def image_losses(
     network: nn.Module, images: Split, *, group: Group, precision: Precision = "fp32", view: View | None = None
 ) -> torch.Tensor:
-    """Cross-entropy of each image of this rank's share, in an order that is always the same."""
+    """Cross-entropy of each image of this rank's share, in a fixed order."""
     predictions = _predictions(network, images, group=group, precision=precision, view=view)
     return torch.cat([cross_entropies(logits, labels).double() for logits, labels in predictions])
 
@@ -65,7 +65,7 @@ def evaluate(
     network: nn.Module, images: Split, *, group: Group, precision: Precision = "fp32", view: View | None = None
 ) -> Score:
     """Mean cross-entropy and accuracies, over all ranks."""
-    sums = torch.zeros(3, dtype=torch.float64, device=group.device)  # loss, hits, hits of the first five
+    sums = torch.zeros(3, dtype=torch.float64, device=group.device)  # loss, hits, top-5 hits
     top5 = False
     for logits, labels in _predictions(network, images, group=group, precision=precision, view=view):
         sums[0] += summed_loss(logits, labels)
@@ -89,7 +89,7 @@ def final_scores(
     precision: Precision = "fp32",
     view: View | None = None,
 ) -> dict[str, float]:
-    """What a record says of a final model. Where there is a validation set, only this looks at the test images."""
+    """Scores of a final model for the record. With a validation set, only this function uses the test images."""
     if data.validation is None:
         return held_out.as_json("test_")
     test = evaluate(network, data.test, group=group, precision=precision, view=view)

@@ -1,4 +1,4 @@
-"""What is minimised, and what counts as a hit: cross-entropy, and the class with the largest value."""
+"""The loss, which is cross-entropy, and what counts as a hit: the class with the largest logit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 CLASSES_FOR_TOP5 = 100
-"""With fewer classes, five guesses say little."""
+"""with fewer classes, top-5 accuracy means little"""
 
 
 def training_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: float) -> torch.Tensor:
@@ -15,12 +15,12 @@ def training_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Over a batch that may be short, in full precision; that of tests has no smoothing."""
+    """Sum over a batch, in full precision; evaluations use no smoothing."""
     return cross_entropy(logits.float(), labels, label_smoothing=label_smoothing, reduction="sum")
 
 
 def cross_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of each image, in full precision."""
+    """For each image, in full precision."""
     return cross_entropy(logits.float(), labels, reduction="none")
 
 
@@ -29,12 +29,13 @@ def num_hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Tally:
-    """Loss and hits over batches of one size, on the device; several batches are added at once, to launch less."""
+    """Loss and hits over batches of one size, on the device; batches are added several at a time, to save kernel
+    launches."""
 
     _AT_ONCE = 16
 
     def __init__(self, sums: torch.Tensor) -> None:
-        """`sums`: loss and hits so far, in float64, whose order of adding does not count."""
+        """`sums` are loss and hits so far, in float64."""
         self._sums = sums
         self._losses: list[torch.Tensor] = []
         self._hits: list[torch.Tensor] = []
@@ -57,5 +58,5 @@ class Tally:
 
 
 def num_top5_hits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """How many images have their class among the first five guesses."""
+    """How many images have their class among the five largest logits."""
     return (logits.topk(5, dim=1).indices == labels[:, None]).sum()

@@ -1,8 +1,8 @@
-"""The gradient noise scale of McCandlish et al. 2018: the batch size up to which more images are worth their cost.
+"""The gradient noise scale of McCandlish et al. 2018: the batch size up to which larger batches are worth their cost.
 
-B_noise = tr(Σ) / |G|²: the variance of one image's gradient over the square of the mean gradient. A shard's gradient
-has more of the noise than that of the whole batch, so the norms of both tell noise and mean apart (appendix A.1 there).
-They are taken in a few steps of an epoch, and change nothing.
+B_noise = tr(Σ) / |G|²: the variance of one image's gradient over the squared norm of the mean gradient. A shard's
+gradient is noisier than the whole batch's, so the norms of both separate noise and mean (their appendix A.1). They are
+measured in a few steps of each epoch and change nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 from swap_pipeline.engine.precision import Scaler
 
 _STEPS = 8
-"""of an epoch in which norms are taken, evenly spaced"""
+"""per epoch in which norms are measured, evenly spaced"""
 
 
 def noise_scale(shard_square: float, batch_square: float, *, batch_size: int, num_shards: int) -> float | None:
     """B_noise in images, from mean squared norms of the gradients of shards and of whole batches.
 
-    None where there is one shard, or so much noise that nothing can be seen of the mean gradient.
+    None for one shard, or if noise hides the mean gradient.
     """
     if num_shards == 1:
         return None
@@ -33,7 +33,7 @@ def noise_scale(shard_square: float, batch_square: float, *, batch_size: int, nu
 
 
 class NoiseMeter:
-    """Adds up squared norms over an epoch, of this rank's shards and of the whole batch; they stay on the device."""
+    """Sums squared norms over an epoch, of this rank's shards and of the whole batch, on the device."""
 
     def __init__(self, network: nn.Module, scaler: Scaler, *, num_shards: int, world_size: int) -> None:
         self._parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -42,8 +42,7 @@ class NoiseMeter:
 
     @contextlib.contextmanager
     def listening(self, step: int, num_steps: int) -> Iterator[None]:
-        """The backward passes of a step. DDP and the sum over shards come after the hooks, which see each gradient as
-        it was computed."""
+        """Around the backward passes of a step. Hooks see each gradient before DDP and the sum over shards."""
         self._norms = []
         is_due = self._num_shards > 1 and step * _STEPS % num_steps < _STEPS
         hooks = [parameter.register_hook(self._note) for parameter in self._parameters] if is_due else []
@@ -56,7 +55,7 @@ class NoiseMeter:
 
     @torch.no_grad()
     def add(self, mean: Sequence[torch.Tensor], sums: torch.Tensor, *, unless: torch.Tensor) -> None:
-        """Add what was heard and the squared norm of the batch's `mean` gradient to `sums`, if the step is taken."""
+        """Add the shards' squared norms and that of the batch's `mean` gradient to `sums`, if the step is taken."""
         if not self._norms:
             return
         here = self._num_shards // self._world_size
@@ -67,7 +66,7 @@ class NoiseMeter:
         sums += torch.where(unless > 0, 0.0, squares)
 
     def scale(self, sums: Sequence[float], *, batch_size: int) -> float | None:
-        """B_noise, from the `sums` of all ranks. How many steps they are of does not matter to it."""
+        """B_noise from the `sums` of all ranks, over any number of steps."""
         heard, whole = sums
         return noise_scale(
             heard / self._num_shards, whole / self._world_size, batch_size=batch_size, num_shards=self._num_shards

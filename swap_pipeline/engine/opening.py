@@ -1,4 +1,4 @@
-"""What a job begins with: the prepared images, on this rank's device, and how a model saw them."""
+"""Opening a job's inputs: the prepared images, on this rank's device, and how a model saw them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PreparedData:
     meta: Meta
     train: Split
     test: Split
-    """for final models; where there is no validation set, for everything"""
+    """for final models; without a validation set, for everything"""
     validation: Split | None
 
     @property
@@ -33,7 +33,7 @@ class PreparedData:
 
     @property
     def held_out(self) -> Split:
-        """What models are measured on until they are final, and chosen by."""
+        """Images on which models are evaluated until they are final, and by which choices are made."""
         return self.test if self.validation is None else self.validation
 
     @property
@@ -50,7 +50,7 @@ class PreparedData:
 
 
 def open_data(setting: Setting, group: Group) -> PreparedData:
-    """All splits, those that are used from the start ready for it."""
+    """All splits; starts loading those that are used first."""
     meta = read_meta(PREPARED)
     names = ("train", "test", *(["validation"] if meta.num_validation else []))
     if meta.in_memory:
@@ -70,5 +70,5 @@ def open_data(setting: Setting, group: Group) -> PreparedData:
 
 
 def view_of_checkpoint(path: Path) -> View | None:
-    """How the network in this file saw its training images last."""
+    """How the network in this file last saw its training images."""
     return view_in(TensorFile(path).info, path)

@@ -1,4 +1,4 @@
-"""Memory that ran out, in words that say what to change."""
+"""Out-of-memory errors with advice on what to change."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from swap_pipeline.errors import SwapError
 
 @contextlib.contextmanager
 def must_fit(what: str, *, remedy: str) -> Iterator[None]:
-    """An error for want of memory in this block, on a GPU or a CPU, becomes a line with `what` was too much and what
-    to do."""
+    """Turn an out-of-memory error in this block, on GPU or CPU, into one line: `what` did not fit, and the remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -22,7 +21,7 @@ def must_fit(what: str, *, remedy: str) -> Iterator[None]:
         raise SwapError(f"{what} did not fit into memory: {remedy}") from None
 
 
-# Of the allocators of CPU and GPU and of NCCL, of cuBLAS and cuDNN before version 9, of cuDNN since then.
+# From the CPU's allocator; from the GPU's and NCCL; from cuBLAS and cuDNN before version 9; from later cuDNN.
 _WORDS = ("DefaultCPUAllocator", "out of memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED")
 
 

@@ -1,4 +1,4 @@
-"""Where and how a network computes: device, memory layout, repeatability."""
+"""Where and how a network computes: device, memory layout, determinism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swap_pipeline.engine.precision import allow_tf32, check_cpu, resolve
 
 
 def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
-    """Bring the network to its device and layout, and cuDNN to the wanted precision and choice of algorithms."""
+    """Move the network to its device and layout, and set cuDNN's precision and choice of algorithms."""
     precision = resolve(compute.precision, group.device)
     if group.device.type == "cpu" and precision in ("bf16", "fp16"):
         check_cpu(precision)
@@ -28,7 +28,7 @@ def set_up(network: nn.Module, compute: Compute, group: Group) -> None:
 
 @contextlib.contextmanager
 def no_tuning(*, wanted: bool) -> Iterator[None]:
-    """A block in which cuDNN does not try out algorithms: it would do so anew for every shape that it sees."""
+    """A block without cuDNN's search for the fastest algorithm, which it would repeat for every new shape."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = before and not wanted
     try:
@@ -38,7 +38,8 @@ def no_tuning(*, wanted: bool) -> Iterator[None]:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """`torch.manual_seed` of the generators that are used; on a CPU it would note a stack trace for GPUs to come."""
+    """`torch.manual_seed` for the generators in use; that function itself records a stack trace on a machine without
+    GPUs, which takes time."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Half precision where it is wanted: autocast, and gradient scaling for fp16. Weights and averages stay fp32."""
+"""Precision: autocast, and gradient scaling for fp16. Weights and averages stay fp32."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from swap_pipeline.config.params import Precision
 from swap_pipeline.errors import SwapError
 
-# fp16 starts with a scale of 65,536 and halves it at each overflow: after so many on end, scale is not the problem.
-_OVERFLOWS_ON_END = 24
+# fp16 starts with a scale of 65,536 and halves it at each overflow: after this many in a row, scale is not the problem.
+_OVERFLOWS_IN_A_ROW = 24
 
 
 def resolve(precision: Precision, device: torch.device) -> Literal["fp32", "tf32", "bf16", "fp16"]:
-    """What `auto` means here: bf16 on GPUs that have it, fp16 on older ones, fp32 on CPUs."""
+    """Resolve `auto`: bf16 on GPUs that have it, fp16 on older ones, fp32 on CPUs."""
     if precision == "tf32" and device.type == "cpu":
         raise SwapError("params.yaml: compute.precision is tf32, which only GPUs have: set it to auto or fp32")
     if precision != "auto":
@@ -30,13 +30,13 @@ def resolve(precision: Precision, device: torch.device) -> Literal["fp32", "tf32
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A block whose forward pass runs in this precision; can be entered again and again, one time after the other."""
+    """A block whose forward pass runs in this precision; can be entered repeatedly."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(resolve(precision, device))
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def allow_tf32(allowed: bool) -> None:
-    """In products of fp32 numbers on a GPU. torch's default is no in matrices, but yes in convolutions."""
+    """For fp32 on a GPU. By default, torch allows it in convolutions but not in matrix products."""
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
 
@@ -52,7 +52,7 @@ with torch.autocast("cpu", dtype=dtype):
 
 @functools.cache
 def check_cpu(precision: Literal["bf16", "fp16"]) -> None:
-    """Try half precision on this CPU in a process of its own: where the CPU promises what it cannot do, it dies."""
+    """Try half precision on this CPU in a separate process, which dies if the CPU does not support what it claims."""
     name = {"bf16": "bfloat16", "fp16": "float16"}[precision]
     done = subprocess.run([sys.executable, "-c", _PROBE, name], capture_output=True, text=True)
     if done.returncode != 0:
@@ -64,19 +64,19 @@ def check_cpu(precision: Literal["bf16", "fp16"]) -> None:
 
 
 class Scaler:
-    """Gradient scaling in fp16, and nothing at all in the other precisions."""
+    """Gradient scaling for fp16; does nothing in other precisions."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self.precision = resolve(precision, device)
         self.is_active = self.precision == "fp16"
-        self.tolerance = _OVERFLOWS_ON_END if self.is_active else 0
+        self.tolerance = _OVERFLOWS_IN_A_ROW if self.is_active else 0
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.is_active)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return self._scaler.scale(loss)
 
     def unscale(self, sgd: torch.optim.Optimizer) -> None:
-        """Divide the gradients of a step by the scale before the step, for what looks at their size."""
+        """Divide gradients by the scale before the step, for code that depends on their size."""
         self._scaler.unscale_(sgd)
 
     def step(self, sgd: torch.optim.Optimizer) -> None:

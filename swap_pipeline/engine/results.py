@@ -1,4 +1,4 @@
-"""What a job leaves behind: its result, the header of its models, and pieces of its work on the way."""
+"""A job's outputs: its result, the header of its models, and partial results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from swap_pipeline.storage.tensor_files import digest_of, write_tensors
 
 
 def write_point(path: Path, point: Mapping[str, Any]) -> None:
-    """Keep a small piece of a job's work, so that a job that was killed need not do it again."""
+    """Save a small partial result, so that a killed job need not compute it again."""
     write_json(path, {"point": point, "digest": digest_of(point)})
 
 
 def read_point(path: Path) -> dict[str, Any] | None:
-    """What was kept, if it is there and as it was written."""
+    """A saved partial result; None if it is missing or damaged."""
     try:
         kept = read_json(path)
         return kept["point"] if kept["digest"] == digest_of(kept["point"]) else None
@@ -39,8 +39,8 @@ def write_result(
     *,
     kept: Iterable[str] = (),
 ) -> None:
-    """Complete a job: the network, with nothing in it that differs from run to run, what is known of the run, and the
-    models that were `kept` on the way."""
+    """Complete a job: the network, in a file without anything that differs from run to run, the run's record, and the
+    models `kept` during training."""
     with folder.complete(kept=kept) as result:
         write_tensors(result / LAST_MODEL, network.state_dict(), info)
         write_json(result / "record.json", record)
@@ -54,7 +54,7 @@ def describe_model(
     view: View | None,
     test_crop: str,
 ) -> dict[str, Any]:
-    """The header of a checkpoint, from which the network can be rebuilt and used."""
+    """The header of a checkpoint, with all that is needed to rebuild and use the network."""
     header = {
         "model": dict(description),
         "classes": list(meta.classes),

@@ -1,4 +1,4 @@
-"""From scratch to the workspace: the launcher puts results where DVC expects them."""
+"""Copying results from scratch to where DVC expects them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def remove_unlisted(*folders: Path, seeds: Collection[int]) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Whatever it is, or nothing."""
+    """Remove a file, link or folder, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -39,29 +39,29 @@ def _remove(path: Path) -> None:
 
 
 def set_aside_damaged(folder: JobFolder) -> None:
-    """Of a complete job: a result that is not as it was written must not be given out, but made again."""
+    """Rename a complete job's result that is not as it was written, so that it is made again."""
     lock = Lock(folder.path / LAUNCHER_LOCK)
     if not os.path.lexists(folder.result) or not lock.try_acquire():
         return
     try:
-        if reason := folder.damage() if folder.is_complete else "it is no folder":
+        if reason := folder.damage() if folder.is_complete else "it is not a folder":
             aside = folder.path / f"{folder.result_name}.damaged"
             _remove(aside)
             folder.result.rename(aside)
             what = f"{folder.result} is damaged ({reason})"
-            print(f"warning: {what}: it is set aside as {aside.name} and made again", flush=True)
+            print(f"warning: {what}: renamed to {aside.name}; it will be made again", flush=True)
     finally:
         lock.release()
 
 
 def collect(folder: JobFolder, instance: Instance) -> None:
-    """Put the result where DVC expects it, if it is whole and what it was made from is as it was.
+    """Copy the result to where DVC expects it, if it is intact and its inputs have not changed.
 
-    A copy, since the workspace's file may share an inode with DVC's cache: what damages that must not damage this.
-    What a launcher that was killed here left behind goes.
+    A copy, not a link: the workspace's file may share an inode with DVC's cache, and damage to that must not reach the
+    result in scratch. Temporary files of a killed launcher are removed.
     """
     if reason := folder.damage():
-        raise SwapError(f"{folder.result} is damaged ({reason}): run `dvc repro` again, which makes it again")
+        raise SwapError(f"{folder.result} is damaged ({reason}): run `dvc repro` to make it again")
     _check_current(folder)
     for leftover in instance.record.parent.glob(f".{instance.record.name}.*.tmp"):
         leftover.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def collect(folder: JobFolder, instance: Instance) -> None:
         for path in made:
             copy_file(path, checkpoints / path.name)
     copy_file(folder.result / RECORD, instance.record)
-    _check_current(folder)  # again, since copies take time: DVC takes note of params and deps after this
+    _check_current(folder)  # again: copying takes time, and DVC records params and deps only after this
 
 
 def _check_current(folder: JobFolder) -> None:

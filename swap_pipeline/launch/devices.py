@@ -1,7 +1,6 @@
-"""What there is to compute on, and which part of it a job gets.
+"""Which devices there are, and which of them a job gets.
 
-Nothing here can change what is computed, apart from rounding: a batch is cut into shards by the params, whatever number
-of devices shares them.
+Nothing here changes the result beyond rounding: the params cut a batch into shards, however many devices share them.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from swap_pipeline.runtime import environment, gpus
 
 
 def launcher_kind() -> str:
-    """`local`, `srun` or `sbatch`: SWAP_LAUNCHER, or what is at hand.
+    """`local`, `srun` or `sbatch`: SWAP_LAUNCHER, or what this machine has.
 
-    Inside a Slurm allocation its nodes, unless this machine is the only one; outside of one, the cluster if a
-    `cluster.yaml` describes it; else this machine.
+    By default srun in a Slurm allocation, unless this machine is all of it; sbatch outside of one if there is a
+    `cluster.yaml`; else local.
     """
     if (wanted := environment.launcher()) is not None:
         return wanted
@@ -31,7 +30,7 @@ def launcher_kind() -> str:
 
 
 def this_machine() -> Machine:
-    """What jobs can have: this machine, the nodes of the allocation, or those that cluster.yaml describes."""
+    """Where jobs run: this machine, the nodes of the allocation, or those that cluster.yaml describes."""
     kind = launcher_kind()
     if kind == "srun":
         return cluster.allocation()
@@ -50,7 +49,7 @@ def local_machine() -> Machine:
 
 
 def mps_runs() -> bool:
-    """Whether CUDA's MPS, with which processes on one GPU compute at the same time, is running on this machine."""
+    """Whether CUDA MPS, which lets processes share a GPU at the same time, is running on this machine."""
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     try:
         process = int((folder / "nvidia-cuda-mps-control.pid").read_text(encoding="utf-8"))
@@ -60,30 +59,30 @@ def mps_runs() -> bool:
 
 
 _MAX_RANKS_A_CORE = 16
-"""more than one is of use in tests alone"""
+"""more than one is useful only in tests"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The part of a machine that a job gets."""
+    """A job's part of a machine."""
 
     processes: int
     nodes: int
-    """that the processes are spread over evenly"""
+    """over which the processes are spread evenly"""
     threads: int
-    """of each process"""
+    """per process"""
     num_devices: int
-    """that no other job may use meanwhile"""
+    """reserved for the job"""
 
 
 def share_of_phase1(machine: Machine, *, shards: int, at_most: int | None = None) -> Share:
-    """Phases 1 and 3, and what looks at their models: as many devices as share phase 1's shards equally.
+    """For phases 1 and 3 and analyses of their models: as many devices as divide phase 1's shards evenly.
 
-    With one shard that is one device, and the others are left to other experiments. On a CPU, several processes have
-    all cores as their threads. `at_most` limits the processes (SWAP_NPROC).
+    With one shard that is one device; the others are free for other experiments. On a CPU, several processes use all
+    cores as threads. `at_most` limits the processes (SWAP_NPROC).
     """
     on_gpus = machine.device_type == "cuda"
-    # Over several CPU nodes one process each is the default: its threads use the other cores.
+    # On several CPU nodes the default is one process per node, whose threads use the other cores.
     limit = at_most or (machine.num_devices if on_gpus or machine.nodes == 1 else machine.nodes)
     if on_gpus and limit > machine.num_devices:
         raise SwapError(f"SWAP_NPROC is {limit}, but there are {machine.num_devices} GPUs: lower it")
@@ -98,13 +97,13 @@ def share_of_phase1(machine: Machine, *, shards: int, at_most: int | None = None
 
 
 def share_of_worker(machine: Machine, *, shards: int) -> Share:
-    """Phase 2: a worker with devices of its own."""
+    """For a worker of phase 2, which has devices of its own."""
     return _some_devices(machine, shards=shards, limit=machine.num_devices)
 
 
 def _some_devices(machine: Machine, *, shards: int, limit: int) -> Share:
-    """On a CPU a device is a core, and a process has one thread, always: the number of threads changes the bytes and
-    must not depend on how many jobs there are."""
+    """On a CPU a device is a core and a process always has one thread: the number of threads changes the bytes, so it
+    must not depend on the number of jobs."""
     per_node = len(machine.devices)
     fitting = [n for n in range(1, min(shards, limit) + 1) if shards % n == 0 and n % math.ceil(n / per_node) == 0]
     processes = max(fitting)

@@ -1,6 +1,6 @@
-"""How far jobs have come, as the launcher shows it.
+"""The launcher's display of the jobs' progress.
 
-It draws bars from the ranks' progress files in a terminal and passes their lines on elsewhere. It may run on another
+In a terminal it draws bars from the ranks' progress files, elsewhere it prints the ranks' lines. It may run on another
 machine than the ranks, as long as it sees the files.
 """
 
@@ -31,7 +31,7 @@ class _Watched:
 
 @dataclass
 class Display:
-    """The launcher's side: one bar a job in a terminal, plain lines elsewhere."""
+    """One bar per job in a terminal, plain lines elsewhere."""
 
     stream: TextIO = field(default_factory=lambda: sys.stdout)
     _watched: dict[str, _Watched] = field(default_factory=dict)
@@ -53,14 +53,14 @@ class Display:
             TimeElapsedColumn(),
             TextColumn("{task.fields[line]}"),
         )
-        # Refreshed by hand: no thread runs beside the launcher's loop.
+        # Refreshed by the launcher's loop: no extra thread.
         self._bars = Progress(*columns, console=Console(file=self.stream), auto_refresh=False)
         with self._bars:
             yield
             self.refresh()
 
     def say(self, text: str) -> None:
-        """A line from the launcher itself."""
+        """Print a line from the launcher itself."""
         if self._bars is not None:
             self._bars.console.print(text, highlight=False, markup=False)
         else:
@@ -72,21 +72,21 @@ class Display:
             self.say(text)
 
     def watch(self, name: str, folder: Path) -> None:
-        """Follow the job in `folder` from now on; logs of earlier attempts must be gone by now."""
+        """Follow the job in `folder`, whose logs of earlier attempts must have been removed."""
         watched = _Watched(folder)
         if self._bars is not None:
             watched.task = self._bars.add_task(name, total=1.0, line="starting")
         self._watched[name] = watched
 
     def mark(self, name: str, text: str) -> None:
-        """What a job that has not begun is waiting for; shown beside its bar."""
+        """Show beside its bar what a job that has not started is waiting for."""
         watched = self._watched.get(name)
         if self._bars is None or watched is None or watched.task is None or (watched.folder / PROGRESS_FILE).exists():
             return
         self._bars.update(watched.task, line=text)
 
     def agrees(self, question: str) -> bool:
-        """Whether somebody at the terminal says yes; no terminal, no yes."""
+        """Ask a yes-or-no question; no, if there is no terminal."""
         if not (sys.stdin.isatty() and self.stream.isatty()):
             return False
         if self._bars is not None:
@@ -112,14 +112,14 @@ class Display:
     def _draw(self, bars: Progress, folder: Path, task: TaskID) -> None:
         try:
             state = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
-            # Name, bar, percentage and time come first; of the rest, what fits.
+            # Name, bar, percentage and time come first; the line is cut to the rest.
             room = max(0, bars.console.width - max(len(name) for name in self._watched) - 46)
             bars.update(task, completed=state["amount"], total=state["total"], line=state["line"][:room])
         except (OSError, ValueError, KeyError):
             return  # not written yet
 
     def _new_lines(self, watched: _Watched) -> list[str]:
-        """What the ranks have said since the last time, in whole lines."""
+        """Complete lines that the ranks have printed since the last call."""
         try:
             with (watched.folder / STDOUT_FILE).open("rb") as log:
                 log.seek(watched.position)

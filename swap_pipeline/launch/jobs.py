@@ -1,4 +1,4 @@
-"""What a job is, what its processes are given, and what became of it; the same wherever it runs."""
+"""A job, its processes' environment, and why it failed; the same for all launchers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from swap_pipeline.storage.files import read_json, write_json
 
 STDERR_FILE = "stderr.log"
 CODE_FILE = "exit_code.txt"
-_KILLED = f"was ended by signal {int(signal.SIGKILL)}"
-_FULL = 1 << 16  # bytes; with less room than this, not even an error finds any
+_KILLED = f"was killed by signal {int(signal.SIGKILL)}"
+_FULL = 1 << 16  # bytes; with less free space than this, not even an error can be written
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
@@ -37,16 +37,16 @@ MALLOC = {
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What there is to compute on: one node, or several that are alike."""
+    """One node to compute on, or several equal ones."""
 
     device_type: str
     devices: tuple[str, ...]
-    """of a node; what a worker of phase 2 can have for itself: a GPU, as CUDA_VISIBLE_DEVICES names it, or a core"""
+    """of each node: GPUs, as in CUDA_VISIBLE_DEVICES, or cores; a worker of phase 2 can have one for itself"""
     cores: int
-    """of a node"""
+    """of each node"""
     nodes: int = 1
     uuids: Mapping[str, str] = field(default_factory=dict)
-    """of GPUs on this machine, by what `devices` calls them"""
+    """of this machine's GPUs, by their name in `devices`"""
 
     @property
     def num_devices(self) -> int:
@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One program to run: some processes on some devices, with a scratch folder."""
+    """One program to run: processes on devices, with a scratch folder."""
 
     instance: Instance
     device_type: str
@@ -64,7 +64,7 @@ class Job:
     num_devices: int
     folder: JobFolder
     nodes: int = 1
-    """that the processes are spread over evenly"""
+    """over which the processes are spread evenly"""
 
     @property
     def name(self) -> str:
@@ -77,30 +77,30 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job is not complete."""
+    """Why a job failed."""
 
     text: str
-    """for people; the first line says it all"""
+    """for the user; the first line must be enough"""
     may_pass: bool
-    """whether it may go better another time: nothing that the user has to mend was found"""
+    """whether it may be transient, so that trying again can help"""
 
 
 class Work(Protocol):
-    """A job that was started."""
+    """A job that has been started."""
 
     job: Job
 
     def is_over(self) -> bool: ...
 
     def failure(self) -> Failure | None:
-        """What went wrong, if anything did; once it is over."""
+        """What went wrong, if anything; call it once the job is over."""
 
     def ask_to_end(self) -> None: ...
 
     def end(self) -> None: ...
 
     def release(self) -> None:
-        """Give up what was held for it: locks."""
+        """Release its locks."""
 
 
 class Launcher(Protocol):
@@ -110,33 +110,33 @@ class Launcher(Protocol):
     """whether a job with all devices leaves none for another"""
 
     def start(self, jobs: Sequence[Job], *, room: int, display: Display) -> Sequence[Work]:
-        """Those of the jobs, `room` at most, that can be at work now; the others have to wait."""
+        """Start those jobs that can run now, at most `room`; the others have to wait."""
 
     def watch(self, display: Display) -> None:
-        """Called over and over while jobs are at work."""
+        """Called repeatedly while jobs are running."""
 
     def interrupted(self, number: int, display: Display) -> str:
-        """What to tell, after the signal `number`, about the jobs that are at work."""
+        """What to print about the running jobs after the signal `number`."""
 
 
 _SAVED = "job.json"
 
 
 def save(job: Job, **more: object) -> None:
-    """Leave a description of the job in its folder, for a process on another machine to start it from."""
+    """Describe the job in its folder, so that a process on another machine can start it."""
     folder = job.folder
     described = {**dataclasses.asdict(job), "folder": str(folder.path.resolve()), "result": folder.result_name, **more}
     write_json(job.folder.path / _SAVED, described)
 
 
 def describe(job: Job) -> None:
-    """Leave a description for people and `swap clean`; one that is there may be needed by a job that was submitted."""
+    """Describe the job for users and `swap clean`; an existing description may belong to a submitted job and stays."""
     if not (job.folder.path / _SAVED).exists():
         save(job)
 
 
 def load(folder: Path) -> tuple[Job, dict[str, Any]]:
-    """A job as it was saved, and what was saved with it."""
+    """A saved job, and what else was saved with it."""
     tree = read_json(folder / _SAVED)
     known = {field.name: tree.pop(field.name) for field in dataclasses.fields(Job)}
     place = JobFolder(Path(known.pop("folder")), result_name=tree.pop("result"))
@@ -145,10 +145,10 @@ def load(folder: Path) -> tuple[Job, dict[str, Any]]:
 
 
 def claim(job: Job, display: Display) -> Lock | None:
-    """The right to run a job that is not complete, unless another launcher is at it."""
+    """The lock on a job that is not complete; None if it is, or if another launcher is running it."""
     lock = Lock(job.folder.path / LAUNCHER_LOCK)
     if not lock.try_acquire():
-        display.say_once(f"{job.name}: process {lock.holder()} is at this already, waiting for it")
+        display.say_once(f"{job.name}: process {lock.holder()} is already running this, waiting for it")
         return None
     if job.folder.is_complete:
         lock.release()
@@ -157,7 +157,7 @@ def claim(job: Job, display: Display) -> Lock | None:
 
 
 def forget_last_attempt(job: Job, *, logs: bool = True) -> None:
-    """What an earlier attempt said is not to be taken for what this one says."""
+    """Remove messages of an earlier attempt, so that they are not taken for this one's."""
     folder = job.folder.path
     said = [path for kind in (SAID, LOST, STOPPED) for path in folder.glob(f"{kind}_*.txt")]
     written = (PROGRESS_FILE, STDOUT_FILE, STDERR_FILE) if logs else (PROGRESS_FILE,)
@@ -166,7 +166,7 @@ def forget_last_attempt(job: Job, *, logs: bool = True) -> None:
 
 
 def variables(job: Job, *, parent: int) -> dict[str, str]:
-    """What a job's processes need to know, beside the environment; they die with `parent`, if that is not 0."""
+    """What a job's processes need in addition to the environment; they die with `parent`, if that is not 0."""
     return {
         "OMP_NUM_THREADS": str(job.threads),
         "MKL_NUM_THREADS": str(job.threads),
@@ -184,10 +184,10 @@ def variables(job: Job, *, parent: int) -> dict[str, str]:
 
 def for_one_node(job: Job, *, parent: int) -> tuple[list[str], dict[str, str]]:
     """Command and environment of a job's processes on this node."""
-    # Freed activations are kept for the next step: on CPU 15 to 30 % faster.
+    # Keep freed activations for the next step: 15 to 30 % faster on CPU.
     inherited = {**MALLOC, **os.environ, **variables(job, parent=parent)}
     if job.processes == 1:
-        # torchrun would add a second process with torch in it, to watch over this one.
+        # torchrun would add a second process with torch, only to watch this one.
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         return [sys.executable, "-m", *job.instance.command], {**inherited, **alone}
     torchrun = [sys.executable, "-m", "swap_pipeline.launch.torchrun", "--standalone"]
@@ -195,7 +195,7 @@ def for_one_node(job: Job, *, parent: int) -> tuple[list[str], dict[str, str]]:
 
 
 def why_incomplete(job: Job, code: int) -> Failure | None:
-    """What its ranks and the disk say of a job whose processes ended with this code."""
+    """Why a job failed whose processes ended with this code: what its ranks reported, or what the disk shows."""
     if code == 0 and job.folder.is_complete:
         return None
     folder = job.folder.path
@@ -204,11 +204,11 @@ def why_incomplete(job: Job, code: int) -> Failure | None:
     if texts:
         return Failure(texts[0], may_pass=texts[0].startswith(UNEXPECTED))
     if shutil.disk_usage(folder).free < _FULL:
-        return Failure(f"{folder}: no space is left on the disk: make room and run `dvc repro` again", may_pass=False)
+        return Failure(f"{folder}: no space left on the disk: make room and run `dvc repro` again", may_pass=False)
     if how := _who_was_missing(job):
         return Failure(f"{job.name} {how}", may_pass=True)
     how, log = _how_it_ended(job, code), folder / STDERR_FILE
-    if _KILLED in how:  # of which no log can tell
+    if _KILLED in how:  # no log can explain that
         return Failure(f"{job.name} {how}: `dvc repro` resumes from the last snapshot", may_pass=True)
     return Failure("\n".join([f"{job.name} {how}; the end of {log}:", *tail(log)]), may_pass=True)
 
@@ -221,10 +221,10 @@ def tail(log: Path) -> list[str]:
 
 
 def _who_was_missing(job: Job) -> str:
-    """Which ranks the others waited for in vain; empty if they did not."""
+    """Which ranks did not answer the others; empty if all did."""
     folder = job.folder.path
     lost = {int(path.stem.split("_")[1]): path.read_text() for path in folder.glob(f"{LOST}_*.txt")}
-    # NCCL's own watch ends a rank that has waited too long before Python can say anything.
+    # NCCL's watchdog kills a rank that has waited too long before Python can report it.
     nccl = re.findall(r"\[Rank (\d+)\] Watchdog caught collective operation timeout", _text(folder / STDERR_FILE))
     if not nccl and not any(text.startswith("waited") for text in lost.values()):
         return ""
@@ -235,7 +235,7 @@ def _who_was_missing(job: Job) -> str:
 def did_not_answer(ranks: Sequence[int]) -> str:
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return (
-        f"was ended: {who} did not answer for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES): "
+        f"was killed: {who} did not answer for {environment.timeout_minutes():g} minutes (SWAP_TIMEOUT_MINUTES): "
         f"check disk, network and devices, then run `dvc repro` again; it resumes from here"
     )
 
@@ -245,10 +245,10 @@ def _text(log: Path) -> str:
 
 
 def _how_it_ended(job: Job, code: int) -> str:
-    """Where no rank had anything to say of itself."""
+    """For jobs none of whose ranks reported an error."""
     folder = job.folder.path
     if any(folder.glob(f"{STOPPED}_*.txt")):
-        return "was asked to end, and has left a snapshot"
+        return "was asked to stop and has written a snapshot"
     text = _text(folder / STDERR_FILE)
     if first := re.search(r"Root Cause.*?\brank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", text, re.DOTALL):
         return f"failed: its rank {first[1]} {_ended(int(first[2]))}"
@@ -256,9 +256,9 @@ def _how_it_ended(job: Job, code: int) -> str:
 
 
 def _ended(code: int) -> str:
-    number = -code if code < 0 else code - 128  # srun and shells give 128 + n for signal n
+    number = -code if code < 0 else code - 128  # srun and shells return 128 + n for signal n
     if number == signal.SIGKILL:
         return f"{_KILLED}, as the system does when memory runs out (then lower batch_size or SWAP_EVAL_BATCH)"
     if 0 < number < 65:
-        return f"was ended by signal {number}"
+        return f"was killed by signal {number}"
     return f"failed with exit code {code}"

@@ -1,4 +1,4 @@
-"""Jobs on this machine: torchrun on its devices, which launchers share by locks."""
+"""Jobs on this machine; locks share its devices among launchers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Local:
         return started
 
     def _try_start(self, job: Job, display: Display) -> Running | None:
-        """The job at work, or None if it has to wait for its devices or for another launcher that is at it."""
+        """Start a job; None if it has to wait for its devices, or for another launcher that is running it."""
         devices, locks = self._free_devices(job)
         if len(devices) == job.num_devices and (own := claim(job, display)):
             command, variables = for_one_node(job, parent=os.getpid())
@@ -66,10 +66,10 @@ class Local:
         return None
 
     def _free_devices(self, job: Job) -> tuple[list[str], list[Lock]]:
-        """As many as the job needs, or fewer if there are not so many, and the locks that hold them.
+        """Free devices, at most as many as the job needs, and the locks that hold them.
 
-        Workers may share a GPU: each has a place on it, of which the first ones of all GPUs are taken before the second
-        ones. Whoever shares a device locks it as shared, so that nobody else has it for himself meanwhile.
+        Workers may share a GPU: each takes a place on it, the first place of every GPU before any second one. They lock
+        the device itself as shared, so that no other job can have it exclusively.
         """
         places = places_per_device(job.instance, job.device_type)
         devices: dict[str, list[Lock]] = {}
@@ -77,7 +77,7 @@ class Local:
             for device in self._machine.devices:
                 if len(devices) == job.num_devices or device in devices:
                     continue
-                # A GPU may be called by its index or its UUID.
+                # CUDA_VISIBLE_DEVICES may name a GPU by its index or its UUID.
                 name = f"{job.device_type}_{self._machine.uuids.get(device, device)}"
                 whole = Lock(scratch_root() / "devices" / f"{name}.lock")
                 own = Lock(scratch_root() / "devices" / f"{name}_place_{place}.lock")
@@ -90,14 +90,14 @@ class Local:
         return list(devices), [lock for locks in devices.values() for lock in locks]
 
     def watch(self, display: Display) -> None:
-        """The processes are children of this one: nothing to look up."""
+        """Nothing to do: the processes are children of this one."""
 
     def interrupted(self, number: int, display: Display) -> str:
         return "interrupted: `dvc repro` resumes from the last snapshot"
 
 
 class Running:
-    """A job whose processes are children of this one, or of the `srun` that is."""
+    """A job whose processes, or whose `srun`, are children of this one."""
 
     patience_seconds = 5
 
@@ -117,7 +117,7 @@ class Running:
             )
 
     def _die_with_launcher(self) -> Callable[[], object] | None:
-        """What the new process does before it becomes the command; the ranks see to it themselves."""
+        """For the new process to call before it becomes the command; None here, since ranks take care of it."""
         return None
 
     def is_over(self) -> bool:
@@ -144,8 +144,8 @@ class Running:
 
 
 class LocalRun(Running):
-    """On this machine, where hangs that no rank can notice are watched for: of a rank that is alone, and of one whose
-    job is complete but whose process does not end."""
+    """A job on this machine. Watches for hangs that no other rank can notice: of a single rank, and of a rank that does
+    not exit although its job is complete."""
 
     _has_hung = False
     _complete_since: float | None = None
@@ -168,13 +168,13 @@ class LocalRun(Running):
         if self._pulse is not None:
             return self._pulse.is_lost()
         if not self.job.folder.is_complete:
-            return False  # until then the ranks watch each other
+            return False  # the ranks still watch each other
         if self._complete_since is None:
             self._complete_since = time.monotonic()
         return time.monotonic() - self._complete_since >= self._limit
 
     def _kill(self) -> None:
-        """All of its processes; torchrun's ranks have sessions of their own."""
+        """Kill all of its processes; torchrun's ranks have sessions of their own."""
         import psutil
 
         for process in psutil.Process(self._process.pid).children(recursive=True):

@@ -1,7 +1,7 @@
-"""Whether a process is at work or hangs: stopped, stuck on a dead disk, or waiting for what never comes.
+"""Whether a process is running or hangs: stopped, stuck on a dead disk, or waiting forever.
 
-Ranks of one job notice when another does not answer; a rank that is alone has nobody to notice. It hangs if it has
-neither computed nor said anything for a long while.
+Ranks of one job notice when another does not answer; a single rank has nobody to notice. It counts as hung if it has
+neither used the CPU nor written anything for a long while.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _LEAST_SHARE = 0.01
-"""of a core; threads that only wait wake up now and then and take less"""
+"""of a core; waiting threads that wake up now and then use less"""
 _LOOK_SECONDS = 1.0
 
 
 class Pulse:
-    """Of a process and all others of its session, and of the files that it writes while it works."""
+    """Signs of life: CPU time of all processes of a session, and the files that they write."""
 
     def __init__(self, session: int, files: Sequence[Path], *, limit_seconds: float) -> None:
         self._session = session
@@ -27,7 +27,7 @@ class Pulse:
         self._signs = self._now()
 
     def is_lost(self) -> bool:
-        """Whether there was no sign of life for as long as the limit; to be asked over and over."""
+        """Whether there was no sign of life for as long as the limit; call it repeatedly."""
         now = time.monotonic()
         if now - self._looked < min(_LOOK_SECONDS, self._limit / 4):
             return False
@@ -49,7 +49,7 @@ def _changed(path: Path) -> int:
 
 
 def _cpu_seconds(session: int) -> float:
-    """Of the living processes of a session and of their children that have ended; Linux alone can say so."""
+    """Of the running processes of a session and their finished children (Linux only)."""
     ticks = 0
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,7 +1,7 @@
-"""Jobs are started and waited for; phase 2's fan-out.
+"""Starting jobs and waiting for them; phase 2's fan-out.
 
-Nothing here can change what is computed, so no stage lists this room in its `deps`. It does without torch, which
-takes seconds to import: the processes that it starts have it.
+Nothing here can change the result, so no stage lists this room in its `deps`. It does not import torch, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def launcher() -> Launcher:
 
 
 def job_with(instance: Instance, share: Share) -> Job:
-    """An instance as a job with that part of the machine."""
+    """An instance as a job on that part of the machine."""
     device_type = this_machine().device_type
     return Job(
         instance=instance,
@@ -55,9 +55,9 @@ def job_with(instance: Instance, share: Share) -> Job:
 
 
 def pending(instances: Sequence[Instance], *, asked: Instance) -> list[Instance]:
-    """Those that DVC would run too: not up to date, nor to be had from its cache, but with all they start from.
+    """Those that DVC would run too: neither up to date nor in its run cache.
 
-    Only DVC itself knows, so it is asked. Without DVC, or with SWAP_FANOUT=0, there are none.
+    Only DVC knows, so it is asked. Without DVC, or with SWAP_FANOUT=0, there are none.
     """
     if "DVC_STAGE" not in os.environ or not environment.fan_out():
         return []
@@ -72,11 +72,11 @@ def pending(instances: Sequence[Instance], *, asked: Instance) -> list[Instance]
     def would_run(instance: Instance) -> bool:
         stage = load(instance)
         if not (stage.changed_stage() or stage.changed_deps()):
-            # As in dvc.lock: DVC keeps the outs, or checks them out of its cache.
+            # As in dvc.lock: DVC keeps the outs, or restores them from its cache.
             return bool(stage.changed_outs() and not stage.outs_cached())
         stage.save_deps()
         for out in stage.outs:
-            out.hash_info = HashInfo()  # what dvc.lock says of them belongs to the old deps
+            out.hash_info = HashInfo()  # those in dvc.lock belong to the old deps
         try:
             repo.stage_cache.restore(stage, dry=True)
         except RunCacheNotFoundError:
@@ -87,8 +87,8 @@ def pending(instances: Sequence[Instance], *, asked: Instance) -> list[Instance]
         with _quiet_dvc(), Repo() as repo, repo.lock:
             return [instance for instance in instances if would_run(instance)]
     except DvcException as error:
-        # For example because another dvc is at work in this checkout. To train alone is slower, but never wrong.
-        print(f"{asked.name} trains alone, since DVC cannot say which others are pending: {error}", flush=True)
+        # For example, another dvc is running in this checkout. Training alone is slower, but never wrong.
+        print(f"{asked.name} trains alone: DVC could not say which others are pending ({error})", flush=True)
         return []
 
 
@@ -117,7 +117,7 @@ def run_one(job: Job) -> JobFolder:
 
 
 def run_alone(instance: Instance, *, shards: int, be_a_rank: Callable[[JobFolder], None]) -> None:
-    """The whole of a stage with one job: this process is one of its ranks, or starts them; the result is collected."""
+    """A whole stage with one job: this process is one of its ranks, or starts them; then the result is collected."""
     if is_rank():
         folder = job_of_rank(instance)
         be_a_rank(folder)
@@ -129,9 +129,9 @@ def run_alone(instance: Instance, *, shards: int, be_a_rank: Callable[[JobFolder
 
 
 def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[Instance], Job]) -> JobFolder:
-    """Run the job of an instance, and beside it, as devices allow, the pending ones of `others`; returns its folder.
+    """Run an instance's job and, as far as there are devices, the pending ones of `others`; returns its folder.
 
-    A job that fails does not disturb the rest. What became of the others is told when their turn comes.
+    A job that fails does not disturb the rest. The others report their results when their turn comes.
     """
     own = job(asked)
     _say_unlisted(own)
@@ -142,47 +142,50 @@ def run_fan_out(asked: Instance, *, others: Sequence[Instance], job: Callable[[I
         fills_all = own.num_devices == this_machine().num_devices and places_per_device(asked, own.device_type) == 1
         alone = launcher().shares_devices and fills_all
         beside = [] if alone else pending(others, asked=asked)
+        if beside:
+            names = ", ".join(other.name for other in beside)
+            print(f"{own.name}: also training {names}, as devices allow", flush=True)
         failures = run_jobs([own, *(job(other) for other in beside)])
         for name in sorted(failures.keys() - {own.name}):
-            print(f"{name} failed and will be tried again at its turn", file=sys.stderr, flush=True)
+            print(f"{name} failed; it will be tried again when its turn comes", file=sys.stderr, flush=True)
         if own.name in failures:
             raise SwapError(failures[own.name])
     return own.folder
 
 
 def _say_unlisted(job: Job) -> None:
-    """Once, in the first of the stages, is enough."""
+    """Only in phase 1: once is enough."""
     if job.instance.stage != "phase1":
         return
     deps, _ = declared_stage(job.instance)
     for file in unlisted_code(deps):
         print(
-            f"note: {file} makes the network, but DVC does not know: list it in {job.instance.stage_file} under the "
-            f"deps of every stage that trains or averages, so that `dvc repro` notices when you change it",
+            f"note: DVC does not know that {file} defines the network: add it to the deps of every stage in "
+            f"{job.instance.stage_file} that trains or averages, so that `dvc repro` notices when you change it",
             flush=True,
         )
 
 
 def _say_taken(job: Job) -> None:
-    print(f"{job.name}: trained before, taken from {job.folder.path} (delete that folder to train again)", flush=True)
+    print(f"{job.name}: already trained, taken from {job.folder.path} (delete that folder to train again)", flush=True)
 
 
 def _allow_open_files() -> None:
-    """Ranks and their loaders inherit the limit; torchrun has no words for one that is too low."""
+    """Raise the limit, which ranks and their loaders inherit; torchrun does not explain one that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < _OPEN_FILES:
         if 0 <= hard < _OPEN_FILES:
             raise SwapError(
-                f"only {hard} files may be open at once: raise the limit (`ulimit -n 1024`), then try again"
+                f"this process may open only {hard} files: raise the limit (`ulimit -n 1024`), then try again"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
 
 
 def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
-    """Run the jobs, as many side by side as there are devices for; returns what failed, by name of the job.
+    """Run the jobs, as many at a time as there are devices for; returns errors by name of the job.
 
-    A job that another launcher is running already (a second experiment, or one whose `dvc` was killed) is waited for.
-    A launcher whose own `dvc` was killed lets its jobs end and starts no others.
+    If another launcher is already running a job (a second experiment, or one whose `dvc` was killed), wait for it. A
+    launcher whose own `dvc` was killed lets its jobs finish and starts no others.
     """
     _allow_open_files()
     place = launcher()
@@ -197,7 +200,7 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
             while waiting or running:
                 waiting = [job for job in waiting if not job.folder.is_complete]
                 if is_orphan():
-                    waiting = []  # what is running may end, but nobody is there to want more
+                    waiting = []  # nobody is left to use more results
                 for work in place.start(waiting, room=at_once - len(running), display=display):
                     waiting.remove(work.job)
                     running.append(work)
@@ -210,7 +213,7 @@ def run_jobs(jobs: Sequence[Job]) -> dict[str, str]:
                     failure = work.failure()
                     if failure and failure.may_pass and retries[work.job.name]:
                         retries[work.job.name] -= 1
-                        display.say(f"{failure.text}\n{work.job.name}: starting it once more")
+                        display.say(f"{failure.text}\n{work.job.name}: restarting it")
                         waiting.append(work.job)
                     elif failure:
                         failures[work.job.name] = failure.text

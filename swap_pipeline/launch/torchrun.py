@@ -1,7 +1,7 @@
 """python -m swap_pipeline.launch.torchrun --standalone --nproc-per-node 2 -m stages.phase1
 
-torchrun, in a process that does not outlive the launcher. As one of several tasks of a Slurm step it finds the host
-where all meet by itself: the step's first.
+torchrun in a process that dies with the launcher. As one of several tasks of a Slurm step, it takes the step's first
+host as rendezvous.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ PORT = "SWAP_RENDEZVOUS_PORT"
 
 def main() -> None:
     die_with_parent()
-    os.environ[PARENT] = str(os.getpid())  # the one that the ranks are to die with
+    os.environ[PARENT] = str(os.getpid())  # the ranks die with this process
     if PORT in os.environ:
         sys.argv[1:1] = ["--rdzv-endpoint", f"{_first_host_of_step()}:{os.environ[PORT]}"]
         if "SLURMD_NODENAME" in os.environ:
-            # By which name the others find this node; torchrun would take the one in full, which may not lead anywhere.
+            # torchrun would advertise the fully qualified name, which other nodes may not resolve.
             sys.argv[1:1] = ["--local-addr", os.environ["SLURMD_NODENAME"]]
     with quick_imports():
         from torch.distributed.run import main as torchrun

@@ -1,8 +1,8 @@
-"""A network by name, and a trained network by file.
+"""Networks by name, and trained networks from files.
 
-`describe_network` turns the model section of `params.yaml` into a description that stands in every checkpoint;
-`new_network` builds what a description says. Networks come from here (resnet9), from torchvision, from timm, or from a
-user's own function.
+`describe_network` turns the model section of `params.yaml` into a description, which every checkpoint contains;
+`new_network` builds the network that it describes: one of this package (resnet9), of torchvision or timm, or of a
+user's function.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from swap_pipeline.storage.weights import check_fits, load_weights
 class ResNet9(nn.Module):
     """The network of the paper's CIFAR experiments: the DAWNBench entry of David Page (cifar10-fast).
 
-    A stem and three stages that each double the channels and halve the image, a residual pair of convolutions after
-    the first and the third; then the maximum over what is left of the image, a linear map without bias, and logits
-    scaled by 1/8. 6,573,120 parameters at width 64 with 3 channels and 10 classes.
+    A stem, then three stages that each double the channels and halve the image, with a residual pair of convolutions
+    after the first and third; global max pooling, a linear layer without bias, and logits scaled by 1/8. 6,573,120
+    parameters at width 64 with 3 channels and 10 classes.
     """
 
     def __init__(self, *, width: int, channels: int, num_classes: int) -> None:
@@ -59,7 +59,7 @@ class ResNet9(nn.Module):
         if min(images.shape[2:]) < 8:
             height, width = images.shape[2:]
             raise SwapError(
-                f"resnet9 halves its images three times: {height}×{width} pixels are too few, at least 8×8 are needed"
+                f"resnet9 halves its images three times: {height}×{width} pixels are too few, it needs at least 8×8"
             )
         x = self.stage3(self.stage2(self.stage1(self.stem(images))))
         logits: torch.Tensor = self.head(x.amax(dim=(2, 3)))
@@ -85,15 +85,15 @@ def _conv_bn_relu(inputs: int, outputs: int) -> nn.Sequential:
 
 
 NETWORKS: dict[str, Callable[..., nn.Module]] = {"resnet9": ResNet9}
-"""Those of this package, by name; each is told a width, and the data's channels and classes."""
-# What a description consists of; all but the first three only where they are set.
+"""Networks of this package by name; each takes a width and the data's channels and classes."""
+# Keys of a description; all but the first three are optional.
 _KEYS = {"name": str, "channels": int, "num_classes": int, "width": int, "options": dict, "zero_init_last_gamma": bool}
 
 
 def describe_network(model: Model, *, channels: int, num_classes: int, where: str = "params.yaml") -> dict[str, Any]:
     """All that it takes to build the network again; stands in every checkpoint's header.
 
-    `model.pretrained` is not part of it: that only decides where phase 1 starts.
+    `model.pretrained` is not included: it only decides where phase 1 starts.
     """
     description: dict[str, Any] = {"name": model.name, "channels": channels, "num_classes": num_classes}
     if model.width is not None:
@@ -110,13 +110,14 @@ def describe_network(model: Model, *, channels: int, num_classes: int, where: st
 
 
 def new_network(description: Mapping[str, Any], *, seed: int) -> nn.Module:
-    """A network with the initial weights of `seed`; torch's global generator is left as it was."""
+    """A network with the initial weights of `seed`; leaves torch's global generator unchanged."""
     with said_of("params.yaml"):
         return _build(description, seed=seed)
 
 
 def load_pretrained(network: nn.Module, description: Mapping[str, Any]) -> None:
-    """Published weights into a new network: every tensor whose name and shape fit, usually all but the classifier."""
+    """Load published weights into a new network: every tensor whose name and shape fit, usually all but the
+    classifier."""
     name = description["name"]
     with said_of("params.yaml"):
         _check_published(name)
@@ -131,7 +132,7 @@ def load_pretrained(network: nn.Module, description: Mapping[str, Any]) -> None:
     network.load_state_dict(state)
     few = ", ".join(fresh[:6]) + (f" and {len(fresh) - 6} more" if len(fresh) > 6 else "")
     if os.environ.get("RANK", "0") == "0":
-        print(f"published weights of {name}: {f'all but {few}, which stay new' if fresh else 'all'}", flush=True)
+        print(f"published weights of {name}: {f'all but {few}, which start at random' if fresh else 'all'}", flush=True)
 
 
 def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
@@ -141,7 +142,7 @@ def load_model(path: str | Path, *, own: str | None = None) -> nn.Module:
     (`swap_pipeline.storage.tensor_files.TensorFile(path).info`); `swap predict` does that for you.
 
     A file from elsewhere must not choose which code runs: a user's own network (`package.module:function`) is built
-    only if `own` is that very name.
+    only if `own` is exactly that name.
     """
     path = Path(path)
     network = network_of(TensorFile(path), own=own)
@@ -184,12 +185,12 @@ def network_for(description: Mapping[str, Any], file: TensorFile) -> nn.Module:
 
 def _is(value: Any, kind: type | None) -> bool:
     if kind is int:
-        return type(value) is int and value > 0  # a bool is an int to Python
+        return type(value) is int and value > 0  # not a bool
     return kind is not None and isinstance(value, kind)
 
 
 def _check(description: Mapping[str, Any]) -> None:
-    """What can be told of a network's settings before it is built."""
+    """Check a network's settings as far as possible without building it."""
     name, width, options = description["name"], description.get("width"), description.get("options", {})
     if is_own(name):
         import_function(name)
@@ -211,7 +212,7 @@ def _check_ours(name: str, *, width: int | None, options: Mapping[str, Any], zer
     if options:
         raise SwapError(f"model.options is set, but {name} has none: leave it out")
     if zero:
-        # A ReLU that is given zeros has no gradient: no weight of such a branch would ever change.
+        # The gradient of a ReLU is zero at zero, so no weight of such a branch would ever change.
         raise SwapError(
             f"model.zero_init_last_gamma is true, but the residual branches of {name} end in a ReLU and would "
             f"never learn: set it to false"
@@ -221,18 +222,18 @@ def _check_ours(name: str, *, width: int | None, options: Mapping[str, Any], zer
 def _check_option(name: str, key: str, value: Any) -> None:
     if is_own(name):
         if key in ("num_classes", "channels"):
-            raise SwapError(f"model.options.{key} is no option: the data decides that, leave it out")
+            raise SwapError(f"model.options.{key} is not an option: the data decides that, leave it out")
         if key in ("width", "zero_init_last_gamma"):
-            raise SwapError(f"model.options.{key} is no option: set model.{key} instead")
+            raise SwapError(f"model.options.{key} is not an option: set model.{key} instead")
     else:
         check_option(name, key)
     if not _is_plain(value, sections=is_own(name)):
         kinds = "numbers, text, true, false, lists" + (" and sections" if is_own(name) else "")
-        raise SwapError(f"model.options.{key} is {value!r}: options are {kinds}")
+        raise SwapError(f"model.options.{key} is {value!r}: options can be {kinds}")
 
 
 def _is_plain(value: Any, *, sections: bool) -> bool:
-    """Whether a header, which is JSON, can hold it."""
+    """Whether JSON, which headers are, can hold it."""
     if isinstance(value, list):
         return all(_is_plain(item, sections=sections) for item in value)
     if isinstance(value, dict):
@@ -249,7 +250,7 @@ def _check_size(description: Mapping[str, Any], file: TensorFile) -> None:
     """A header must not make us build what its tensors do not fill: compared without memory for either."""
     num_values = sum(spec.num_elements for spec in file.layout.values())
     for key in ("channels", "num_classes", "width"):
-        if description.get(key, 0) > max(num_values, 3):  # of a grey image torchvision's networks see three channels
+        if description.get(key, 0) > max(num_values, 3):  # torchvision's networks see three channels of a grey image
             raise SwapError(f"model.{key} is {shown(description[key])}, but the file has only {num_values:,} weights")
     if (outline := _outline(description)) is not None:
         check_fits(outline, file)
@@ -262,26 +263,26 @@ def shapes_of(description: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _outline(description: Mapping[str, Any]) -> nn.Module | None:
-    """The network without values; None for one of the user's own that cannot be made without."""
+    """The network without values; None for a user's own that cannot be built so."""
     modes: tuple[contextlib.AbstractContextManager[Any], ...] = (torch.device("meta"), _OnlyWeightsOnMeta())
     for mode in modes:
         try:
             with mode:
                 return _build(description, seed=0)
         except (SwapError, RuntimeError) as error:
-            # Some compute with tensors while they are made, as RegNets do to find their widths.
+            # Some compute with tensors while they are built, as RegNets do for their widths.
             if "meta tensor" in f"{error} {error.__cause__}":
                 continue
             if isinstance(error, SwapError):
                 raise
-            raise SwapError(f"model.name is {description['name']!r}, which cannot be made: {in_words(error)}") from None
+            raise SwapError(f"model.name is {description['name']!r}, which failed: {in_words(error)}") from None
     if not is_own(description["name"]):
-        raise SwapError(f"model.name is {description['name']!r}, whose size cannot be told")
+        raise SwapError(f"model.name is {description['name']!r}, whose size cannot be determined")
     return None
 
 
 class _OnlyWeightsOnMeta(TorchFunctionMode):
-    """What may be large has no values, all else does."""
+    """Puts tensors that may be large on `meta`, others not."""
 
     _LARGE = (torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros)
 
@@ -314,19 +315,19 @@ def _no_larger_than(file: TensorFile) -> Iterator[None]:
     try:
         yield
     except _TooManyError:
-        raise SwapError("the network that it describes has far more parts than the file: take another one") from None
+        raise SwapError("it describes a network with far more parts than the file has: take another one") from None
     finally:
         for hook in hooks:
             hook.remove()
 
 
 class _TooManyError(BaseException):
-    """Not an `Exception`, so that no code of a network or a library handles it."""
+    """Not an `Exception`, so that no code of a network or library catches it."""
 
 
 def _build(description: Mapping[str, Any], *, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        build = _builder(description)  # imports code, which may draw random numbers too
+        build = _builder(description)  # imports code, which may draw random numbers
         torch.manual_seed(seed)
         return build()
 

@@ -1,7 +1,6 @@
-"""Networks of torchvision and timm, and the weights that were published for them.
+"""Networks of torchvision and timm, `torchvision:<name>` and `timm:<name>`, and their published weights.
 
-`torchvision:<name>` and `timm:<name>`; either library is imported only when a name asks for it, since the one takes a
-second and the other need not be installed.
+Either library is imported only when needed: torchvision takes a second, and timm need not be installed.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ NO_OPTIONS = {
 
 
 def check_known(name: str, *, ours: Collection[str]) -> None:
-    """That `name` is a network of its library; refused with the closest names otherwise, `ours` among them."""
+    """Check that `name` is a network of its library; else raise an error with the closest names, including `ours`."""
     library, _, short = name.partition(":")
     if library == "torchvision" and short in _torchvision_names():
         return
     if library == "timm":
         timm = _timm(name)
         model, _, tag = short.partition(".")
-        # create_model would also take addresses of the Hugging Face hub and of folders, and load what it finds there.
+        # create_model would also accept Hugging Face hub addresses and folders, and load from there.
         if timm.is_model(model) and (not tag or timm.is_model_pretrained(short)):
             return
     raise SwapError(f"model.name is {name!r}{_closest(name, ours)}")
 
 
 def check_option(name: str, key: str) -> None:
-    """That an option cannot load weights or make something else than a classifier."""
+    """Reject an option that could load weights or build something other than a classifier."""
     reason = _WEIGHTS if key.startswith("pretrained") else NO_OPTIONS.get(key)
     if reason:
-        raise SwapError(f"model.options.{key} is no option of {name}: {reason}")
+        raise SwapError(f"model.options.{key} is not an option of {name}: {reason}")
 
 
 def library_network(description: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    """What builds the described network; all that has to be imported is."""
+    """A function that builds the described network; imports what it needs."""
     return _from_torchvision(description) if _is_torchvision(description["name"]) else _from_timm(description)
 
 
@@ -74,7 +73,7 @@ def has_published_weights(name: str) -> bool:
 
 
 def published_weights(description: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """By tensor, from the project's download folder, or from the network into it."""
+    """Published weights by tensor, downloaded into the project's scratch folder if they are not there yet."""
     read = _torchvision_weights if _is_torchvision(description["name"]) else _timm_weights
     return read(description)
 
@@ -145,7 +144,7 @@ def _from_torchvision(description: Mapping[str, Any]) -> Callable[[], nn.Module]
         with _blaming_options(name, options):
             network: nn.Module = function(weights=None, **arguments)
         if isinstance(network, MNASNet):
-            # Its own way of loading wants a version that only torch's pickled files carry.
+            # Its own loading needs a version that only torch's pickled files have.
             network._load_from_state_dict = types.MethodType(nn.Module._load_from_state_dict, network)
         if description["channels"] == 1:
             network.register_forward_pre_hook(_repeat_channel)
@@ -155,9 +154,9 @@ def _from_torchvision(description: Mapping[str, Any]) -> Callable[[], nn.Module]
 
 
 def _accepted(function: Callable[..., nn.Module]) -> set[str]:
-    """Names of arguments that a function of torchvision takes; empty if that cannot be told.
+    """Names of arguments that a function of torchvision accepts; empty if unknown.
 
-    The functions pass on whatever they are given, and some of the classes swallow what they do not know.
+    The functions pass on any argument, and some classes silently ignore unknown ones.
     """
     function = inspect.unwrap(function)
     made = inspect.signature(function).return_annotation
@@ -171,7 +170,7 @@ def _accepted(function: Callable[..., nn.Module]) -> set[str]:
 
 
 def _repeat_channel(network: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Grey images for a network that takes three channels: its tensors keep their shapes, and published weights fit."""
+    """Turn grey images into three channels, so that tensors keep their shapes and published weights fit."""
     images, *others = inputs
     return images.expand(-1, 3, -1, -1), *others
 
@@ -189,13 +188,13 @@ def _from_timm(description: Mapping[str, Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         with _blaming_options(name, options):
             try:
-                # Said in either case, since timm's ResNets start from zeros unless told otherwise.
+                # Passed in either case, since the default of timm's ResNets is True.
                 network = create(zero_init_last=zero)
             except TypeError as error:
                 if "zero_init_last" not in str(error):
                     raise
                 network = create()
-            # Some swallow what they do not know.
+            # Some silently ignore unknown arguments.
             if zero and "zero_init_last" not in inspect.signature(type(network)).parameters:
                 raise _no_gamma(name)
             return network
@@ -209,12 +208,12 @@ def _no_gamma(name: str) -> SwapError:
 
 def _no_option(name: str, key: str, known: Collection[str]) -> SwapError:
     hint = did_you_mean(key, known, otherwise=": leave it out")
-    return SwapError(f"model.options.{key} is no option of {name}{hint}")
+    return SwapError(f"model.options.{key} is not an option of {name}{hint}")
 
 
 @contextlib.contextmanager
 def _blaming_options(name: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """What goes wrong with options is their fault, in one line; without options it is a bug and keeps its traceback."""
+    """Blame errors on the options, in one line; without options an error is a bug and keeps its traceback."""
     try:
         yield
     except SwapError:
@@ -237,17 +236,17 @@ def _torchvision_weights(description: Mapping[str, Any]) -> dict[str, torch.Tens
         found: dict[str, torch.Tensor] = weights.get_state_dict(
             model_dir=str(file.parent), map_location="cpu", progress=False, check_hash=True, weights_only=True
         )
-    # The files of the DenseNets are older than torch's rule that a module's name has no dot in it.
+    # DenseNets' files are older than torch's rule that module names contain no dots.
     return {re.sub(r"(\.denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key): found[key] for key in found}
 
 
 def _timm_weights(description: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """As timm adapts them to the channels and options; its classifier is the published one."""
+    """As adapted by timm to the channels and options, with the published classifier."""
     name, short = description["name"], description["name"].removeprefix("timm:")
     timm = _timm(name)
     config = timm.get_pretrained_cfg(short)
     if config.hf_hub_id:
-        # Not through the hub's own library, which also writes to the user's home.
+        # Without the hub's library, which also writes to the user's home.
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         url = f"{hub}/{config.hf_hub_id}/resolve/main/model.safetensors"
         file_name = f"{config.hf_hub_id.rpartition('/')[2]}.safetensors"
@@ -269,7 +268,7 @@ def _timm_weights(description: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _downloads(name: str, url: str, file_name: str) -> Iterator[Path]:
-    """Where a file is, or is to be put; one process at a time, so that not every rank downloads it."""
+    """A file's path, for one process at a time, so that only one rank downloads it."""
     file = scratch_root() / "downloads" / file_name
     lock = Lock(file.with_name(f".{file_name}.lock"))
     while not lock.try_acquire():
@@ -281,7 +280,7 @@ def _downloads(name: str, url: str, file_name: str) -> Iterator[Path]:
         if was_there or file.exists():
             what = f"the weights of {name} in {file} cannot be used ({in_words(error)}): delete the file"
         else:
-            what = f"the weights of {name} cannot be had from {url} ({in_words(error)}): save them as {file}"
+            what = f"the weights of {name} cannot be downloaded from {url} ({in_words(error)}): save them as {file}"
         raise SwapError(f"model.pretrained: {what}, or set model.pretrained: false") from error
     finally:
         lock.release()

@@ -1,4 +1,4 @@
-"""`analysis/index.html`: what the analysis found. What it could not find, the page says, and what to do about it."""
+"""`analysis/index.html`: the analysis's results, and for missing ones how to get them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Record = Mapping[str, Any]
 
 
 def draw_analysis(records: Mapping[str, Record | None]) -> list[Drawing]:
-    """All pictures that can be drawn of `landscape`, `cosine`, `workers` and `exits`."""
+    """All figures that these records allow."""
     names = ("landscape", "cosine", "workers", "exits")
     landscape, cosine, workers, exits = (records.get(name) or {} for name in names)
     return [
@@ -30,7 +30,7 @@ def draw_analysis(records: Mapping[str, Record | None]) -> list[Drawing]:
 def analysis_page(
     records: Mapping[str, Record | None], *, drawings: Mapping[str, Drawing], pictures: Mapping[str, bytes]
 ) -> str:
-    """From the records, each of which may be missing; `pictures` are the drawings as SVG."""
+    """From the records, each of which may be missing; `pictures` are the drawings' SVGs."""
     landscape, cosine, workers, exits = (records.get(name) for name in ("landscape", "cosine", "workers", "exits"))
     planes = landscape["planes"] if landscape else ()
     return render(
@@ -72,7 +72,7 @@ def _ends(points: Sequence[Record]) -> list[tuple[Any, ...]]:
 
 
 def _by_size(subsets: Sequence[Record]) -> list[tuple[int, float]]:
-    """Numbers of workers, each with the mean accuracy of averages of so many."""
+    """Mean accuracy of averages by number of workers."""
     accuracies: dict[int, list[float]] = {}
     for subset in subsets:
         accuracies.setdefault(subset["size"], []).append(subset["accuracy"])

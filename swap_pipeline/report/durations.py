@@ -1,4 +1,4 @@
-"""Times as people say them."""
+"""Readable durations."""
 
 from __future__ import annotations
 

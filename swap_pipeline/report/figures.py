@@ -1,7 +1,7 @@
-"""One style for all pictures: who has which colour, how a picture is saved, and its data beside it.
+"""One style for all figures: colours, and how a figure is saved together with its data.
 
-Every picture is a `Drawing`: a matplotlib figure, the numbers that are drawn, and words for those who cannot see it.
-The same drawing gives the same bytes each time.
+Every figure is a `Drawing`: a matplotlib figure, the numbers in it, and a text alternative. The same drawing always
+gives the same bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:  # takes a second to import
 
 FORMATS = ("svg", "png")
 GREY = "#767676"
-# Okabe and Ito's colours, which stay apart for colour-blind eyes. Lines differ in their dashes too, points in their
-# shapes. A run has the same colour in all pictures.
+# Okabe and Ito's colours, which colour-blind people can tell apart. Lines also differ in dashes, points in shapes. A
+# run has the same colour in all figures.
 COLOURS = {
     "phase1": "#56B4E9",
     "phase2": "#D55E00",
@@ -36,7 +36,7 @@ COLOURS = {
     "best": "#F0E442",
 }
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
-"""Of runs that share a colour."""
+"""for runs that share a colour"""
 
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -68,21 +68,21 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A picture with its data."""
+    """A figure with its data."""
 
     name: str
-    """of its files, without their ending"""
+    """of its files, without suffix"""
     figure: Figure
     alt: str
-    """what is to be seen, in words"""
+    """text alternative"""
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
-    """all that is drawn; None where a column does not apply"""
+    """all data drawn; None if a column does not apply"""
 
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """What is drawn inside, or saved, has the common style, whatever the user's own matplotlib settings are."""
+    """Draw or save with the common style, whatever the user's matplotlib settings are."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -92,7 +92,7 @@ def style() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """In inches; on a page, an inch is about 100 pixels."""
+    """Size in inches; an inch is about 100 pixels on a page."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -104,14 +104,14 @@ def grid(*all_axes: Axes) -> None:
 
 
 def whole_epochs(axes: Axes) -> None:
-    """Ticks only at whole numbers, of which there may be few."""
+    """Ticks only at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def name_bars(bars: ErrorbarContainer, name: str) -> None:
-    """In SVG, the points are called `name`, the bars `name-spread`."""
+    """Ids in the SVG: `name` for points, `name-spread` for bars."""
     points, _, spreads = bars.lines
     if points is not None:
         points.set_gid(name)
@@ -136,7 +136,7 @@ def data_csv(drawing: Drawing) -> str:
 
 
 def save(drawings: Sequence[Drawing], folder: Path) -> dict[str, bytes]:
-    """Write each as SVG, PNG and CSV; the SVG of each, by name, for a page."""
+    """Write each as SVG, PNG and CSV; returns the SVGs by name, for a page."""
     pictures: dict[str, bytes] = {}
     for drawing in drawings:
         assert drawing.name not in pictures, drawing.name

@@ -1,4 +1,4 @@
-"""The analysis as pictures: landscapes (Figures 2 and 3 of the paper), directions (Figure 4), choices of workers."""
+"""Figures of the analysis: landscapes (the paper's Figures 2 and 3), directions (Figure 4), subsets of workers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _NUMBERS_FIT = 12  # rows of a matrix whose cells have room for a number
 
 
 def levels_above(lowest: float, highest: float) -> list[float]:
-    """Contour levels that are close together near the minimum and far apart up the walls."""
+    """Contour levels, close together near the minimum and far apart where the error is large."""
     span = highest - lowest
-    if span <= 1e-9 * max(1.0, abs(highest)):  # a plain
+    if span <= 1e-9 * max(1.0, abs(highest)):  # flat
         return [lowest - 0.5, lowest + 0.5]
     steps = [math.expm1(_STEEPNESS * i / _NUM_LEVELS) / math.expm1(_STEEPNESS) for i in range(_NUM_LEVELS + 1)]
     return [lowest + span * step for step in steps]
@@ -45,7 +45,7 @@ def draw_landscape(plane: Mapping[str, Any]) -> Drawing:
     (u0, u1), (v0, v1) = plane["u_range"], plane["v_range"]
     us, vs = _spaced(u0, u1, plane["grid"]), _spaced(v0, v1, plane["grid"])
     with style():
-        # The axes are distances, the same in both directions unless that leaves no room.
+        # The axes are distances, to the same scale in both directions if there is room.
         shape = (v1 - v0) / (u1 - u0)
         panel = (3.4, min(4.4, max(2.2, 3.4 * shape)))
         figure = new_figure(9, panel[1] + 0.9)
@@ -105,12 +105,12 @@ def _fill(figure: Figure, axes: Axes, us: list[float], vs: list[float], errors: 
 
 
 def _beside(axes: Axes) -> Axes:
-    """Room for a colour bar, as high as the picture."""
+    """Axes for a colour bar as high as the picture."""
     return axes.inset_axes((1.03, 0, 0.045, 1))
 
 
 def _digits(values: Sequence[float]) -> int:
-    """As few decimals as keep them apart."""
+    """As few decimals as are needed to tell them apart."""
     return next((digits for digits in (1, 2, 3) if len({f"{v:.{digits}f}" for v in values}) == len(values)), 4)
 
 
@@ -118,7 +118,7 @@ _SHAPES = {"LB": "s", "SGD": "^", "SWAP": "o", "BEST": "*"}
 
 
 def _mark(axes: Axes, plane: Mapping[str, Any], panel: tuple[float, float]) -> None:
-    """`panel` is about how large the axes will be, in inches."""
+    """`panel` is the approximate size of the axes in inches."""
     marks, ((u0, u1), (v0, v1)) = plane["marks"], (plane["u_range"], plane["v_range"])
     labels = [f"{mark['name']} (projected)" if mark.get("projected") else mark["name"] for mark in marks]
     spots = [
@@ -162,7 +162,7 @@ def _colour_of(name: str) -> str:
 def _label_places(
     points: Sequence[tuple[float, float]], widths: Sequence[float], panel: tuple[float, float]
 ) -> list[tuple[float, float]]:
-    """For each point, how far from it its label's middle is: free of other points and labels, and inside the panel.
+    """For each point, the offset of its label's centre: away from other points and labels, and inside the panel.
 
     All in inches; the point at (0, 0) is the panel's lower left corner.
     """
@@ -191,7 +191,7 @@ def _label_places(
 
 
 def draw_cosine(points: Sequence[Mapping[str, Any]]) -> Drawing:
-    """Figure 4: how far the direction of descent agrees with the direction to SWAP's result."""
+    """Figure 4: the cosine between the descent direction and the direction to SWAP's result."""
     runs: dict[str, list[Mapping[str, Any]]] = {}
     for point in sorted(points, key=lambda point: float(point["epoch"])):
         runs.setdefault(point["run"], []).append(point)
@@ -243,7 +243,7 @@ def draw_cosine(points: Sequence[Mapping[str, Any]]) -> Drawing:
 
 
 def draw_subsets(subsets: Sequence[Mapping[str, Any]], split: str) -> Drawing:
-    """Accuracy against the number of workers that are averaged: every choice, and mean and spread over choices."""
+    """Accuracy against the number of averaged workers: every choice, and mean and spread over choices."""
     by_size: dict[int, list[float]] = {}
     for subset in sorted(subsets, key=lambda subset: int(subset["size"])):
         by_size.setdefault(subset["size"], []).append(subset["accuracy"])
@@ -298,7 +298,7 @@ def draw_subsets(subsets: Sequence[Mapping[str, Any]], split: str) -> Drawing:
 
 
 def draw_pairs(record: Mapping[str, Any]) -> Drawing:
-    """How far the workers are from each other and from phase 1's model (LB), and how their ways from there agree."""
+    """Distances between workers and from phase 1's model (LB), and cosines between their directions from there."""
     seeds = [str(seed) for seed in record["seeds"]]
     away = record["distance_from_phase1"]
     distance = [[0.0, *away], *([away[i], *row] for i, row in enumerate(record["distance"]))]
@@ -309,11 +309,11 @@ def draw_pairs(record: Mapping[str, Any]) -> Drawing:
         _draw_matrix(figure, left, distance, ["LB", *seeds], gid="distance")
         _draw_matrix(figure, right, record["cosine"], seeds, gid="cosine", most=1.0)
         left.set_title("distance in weight space")
-        right.set_title("cosine of their ways from LB")
+        right.set_title("cosine of directions from LB")
         for axes in (left, right):
             axes.set_xlabel("worker's seed")
     off = [value for i, row in enumerate(record["cosine"]) for j, value in enumerate(row) if i != j]
-    agreement = f", cosines of their ways {min(off):.3f} to {max(off):.3f}" if off else ""
+    agreement = f", cosines of directions {min(off):.3f} to {max(off):.3f}" if off else ""
     return Drawing(
         name="workers_pairs",
         figure=figure,
@@ -334,7 +334,7 @@ def draw_pairs(record: Mapping[str, Any]) -> Drawing:
 def _draw_matrix(
     figure: Figure, axes: Axes, values: Matrix, names: Sequence[str], *, gid: str, most: float | None = None
 ) -> None:
-    """Colours go from 0, or below, to the largest value that there is, or can be. The diagonal says nothing."""
+    """Colours go from 0 or less to the largest actual or possible value. The diagonal is meaningless."""
     import matplotlib
     import numpy as np
     from matplotlib.colors import Normalize

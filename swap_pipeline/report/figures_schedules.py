@@ -1,4 +1,4 @@
-"""Schedules as pictures: rate and batch size by epoch (Figure 5 of the paper), SWA's cycles and samples (Figure 6)."""
+"""Figures of schedules: rate and batch size by epoch (the paper's Figure 5), SWA's cycles and samples (Figure 6)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 Points = tuple[tuple[float, float], ...]
-"""(epoch, value), with straight lines between them."""
+"""(epoch, value), connected by straight lines."""
 
 _SAMPLES = "models that are averaged"
 _LINES: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ _LINES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How a run goes, as planned."""
+    """A run's schedules."""
 
     section: str
     label: str
@@ -38,14 +38,14 @@ class Course:
         return self.rates[-1][0]
 
     def later(self, epochs: float) -> Course:
-        """The same, begun so many epochs later."""
+        """The same, starting `epochs` later."""
         rates, batch_sizes = (tuple((epochs + x, y) for x, y in points) for points in (self.rates, self.batch_sizes))
         return replace(self, rates=rates, batch_sizes=batch_sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How models to average come about: the runs one after another, and when models are taken."""
+    """How a method gets models to average: its runs, one after another, and when models are taken."""
 
     method: str
     title: str
@@ -58,7 +58,7 @@ class Sampling:
 def course_of(
     section: str, label: str, given: Schedule, *, epochs: int, cycles: int = 1, first_epoch: int = 0, until: float = 0
 ) -> Course:
-    """From params; `until` an epoch before the planned end, if there is one."""
+    """From params; `until` is the actual end if it is before the planned one."""
     end = until or epochs
     rate = learning_rate_of(given, epochs=epochs, cycles=cycles, first_epoch=first_epoch)
     sizes = by_epoch(given.batch_size, first_epoch=first_epoch)
@@ -71,14 +71,14 @@ def course_of(
 
 
 def rates_until(rate: PiecewiseLinear, end: float) -> Points:
-    """The course from 0 to `end`; there, where it comes from, should it jump."""
+    """The points from 0 to `end`; if the rate jumps there, the value before the jump."""
     knots = rate.drawn()
     at_end = next((value for epoch, value in knots if epoch == end), rate(end))
     return ((0.0, rate(0)), *(knot for knot in knots if 0 < knot[0] < end), (end, at_end))
 
 
 def planned_courses(params: Params) -> list[Course]:
-    """Both phases, the second where the first ends at the latest."""
+    """Both phases; phase 2 starts at phase 1's latest end."""
     phase1 = params.phase1
     label = "phase 1, at most" if phase1.may_end_early else "phase 1"
     return [
@@ -88,7 +88,7 @@ def planned_courses(params: Params) -> list[Course]:
 
 
 def courses_as_run(params: Params, phase1_epochs: int) -> list[Course]:
-    """Phase 1 as long as it was, and a worker after it."""
+    """Phase 1 as long as it ran, then a worker."""
     phase1 = params.phase1
     return [
         course_of("phase1", "phase 1", phase1, epochs=phase1.max_epochs, until=phase1_epochs),
@@ -97,7 +97,7 @@ def courses_as_run(params: Params, phase1_epochs: int) -> list[Course]:
 
 
 def _worker_courses(params: Params, label: str, *, after: float) -> list[Course]:
-    """That of a worker, if there is a phase 2."""
+    """A worker's, if there is a phase 2."""
     phase2 = params.phase2
     if phase2.epochs == 0:
         return []
@@ -108,7 +108,7 @@ def _worker_courses(params: Params, label: str, *, after: float) -> list[Course]
 
 
 def sampling_of(params: Params, *, method: str, title: str) -> Sampling:
-    """When models are taken to be averaged: at the end of each cycle of phase 2."""
+    """Models to average are taken at the end of each cycle of phase 2."""
     courses, cycles = planned_courses(params), params.phase2.cycles
     cycle = params.phase2.epochs // cycles
     return Sampling(
@@ -121,7 +121,7 @@ def sampling_of(params: Params, *, method: str, title: str) -> Sampling:
 
 
 def draw_schedules(courses: Sequence[Course]) -> Drawing:
-    """Learning rate above batch size; a line shows where phase 2 begins."""
+    """Learning rate and batch size; a line shows where phase 2 begins."""
     handover = next(course.last_epoch for course in courses if course.section == "phase1")
     with style():
         figure = new_figure(8, 5.4)
@@ -163,7 +163,7 @@ def _range(course: Course) -> str:
 
 
 def draw_samplings(samplings: Sequence[Sampling]) -> Drawing:
-    """One panel each; the models that are averaged are marked on the rate."""
+    """One panel each; averaged models are marked on the rate."""
     with style():
         columns = min(2, len(samplings))
         lines = -(-len(samplings) // columns)
@@ -209,7 +209,7 @@ def draw_samplings(samplings: Sequence[Sampling]) -> Drawing:
 
 
 def _draw_sampling(axes: Axes, sampling: Sampling) -> dict[str, Any]:
-    """The lines that a legend explains, by what it says of them."""
+    """Lines in the legend, by label."""
     shown = {}
     for course in sampling.courses:
         line = {**_LINES[course.section], "linewidth": 2.0}
@@ -248,7 +248,7 @@ def _draw_sampling(axes: Axes, sampling: Sampling) -> dict[str, Any]:
 
 
 def _towards(points: Points) -> Callable[[float], float]:
-    """The value that comes before an epoch, should there be a jump."""
+    """The value at an epoch; if it jumps there, the one before the jump."""
 
     def value(epoch: float) -> float:
         return next(y for x, y in points if abs(x - epoch) < 1e-9)

@@ -1,4 +1,4 @@
-"""What came out as a picture: the course of a run (Figure 1 of the paper), and what other exits would have given."""
+"""Figures of results: a run's curves (the paper's Figure 1), gradient noise, and other exits from phase 1."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def draw_training(
     *,
     rates: Sequence[Course],
 ) -> Drawing:
-    """Figure 1: rates of both phases, accuracy of every model, and of the average had phase 2 ended earlier.
+    """Figure 1: rates of both phases, accuracy of every model, and of the average if phase 2 had ended earlier.
 
-    A worker's epochs follow phase 1's; `rates` are those of phase 1 as it ran and of a worker after it. Beside the
-    whole course stands phase 2 alone, where the differences are small, if there is one. The records name the split.
+    A worker's epochs follow phase 1's; `rates` are those of phase 1 as it ran and of a worker after it. Next to the
+    whole run, phase 2 is shown enlarged, since its differences are small. The records name the split.
     """
     handover, split = phase1["epochs"], phase1["split"]
     before = _accuracies(phase1)
@@ -77,7 +77,7 @@ def draw_training(
 
 
 def _draw_rates(axes: Axes, rates: Sequence[Course], handover: int | None) -> None:
-    """The learning rate, above the accuracies; both phases have their names, if there are two."""
+    """The learning rate, above the accuracies; phases are labelled if there are two."""
     for part in rates:
         colour = COLOURS[part.section]
         axes.plot(*zip(*part.rates, strict=True), color=colour, linewidth=2, gid=f"rate-{part.section}")
@@ -140,7 +140,7 @@ def _workers_in_legend(count: int) -> str:
 
 
 def _say_exit(course: Axes, handover: float, rule: str) -> None:
-    """A line where phase 1 was left, and by which rule."""
+    """A line where phase 1 ended, with the rule."""
     course.axvline(handover, color=GREY, linewidth=0.8)
     if rule != "epochs":
         course.annotate(
@@ -183,7 +183,7 @@ def _training_in_words(before: Curve, after: Mapping[int, Curve], average: Curve
 
 
 def draw_noise(phase1: Mapping[str, Any], batch_sizes: Points) -> Drawing | None:
-    """The gradient noise scale by epoch beside the batch size; None where it was not measured."""
+    """The gradient noise scale and the batch size by epoch; None if it was not measured."""
     scales = [(row["epoch"], row["noise_scale"]) for row in phase1["curve"] if row.get("noise_scale")]
     if not scales:
         return None
@@ -230,7 +230,7 @@ def _noise_in_words(epoch: int, scale: float, batch_size: float) -> str:
 
 
 def draw_exits(record: Mapping[str, Any]) -> Drawing:
-    """Accuracy of the average and critical path against the epoch of leaving phase 1, and where rules leave it."""
+    """Accuracy of the average and critical path against the epoch at which phase 1 ends; rules are marked."""
     exits, split = record["exits"], record["split"]
     epochs = [point["epoch"] for point in exits]
     lines = {"average, test images": ("test_accuracy", "swap"), "its workers, test images": ("workers", "phase2")}

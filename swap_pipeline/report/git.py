@@ -1,4 +1,4 @@
-"""What git says, where there is git."""
+"""Information from git, if there is git."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def git(*arguments: str) -> str | None:
 
 
 def refusal() -> str:
-    """Why git will not look at a repository that is another user's; empty where that is not so."""
+    """Why git refuses to use this repository, if it belongs to another user; else empty."""
     try:
         done = subprocess.run(("git", "rev-parse"), capture_output=True, env=os.environ | {"LC_ALL": "C"}, check=False)
     except (FileNotFoundError, PermissionError):
@@ -24,11 +24,11 @@ def refusal() -> str:
     if b"dubious ownership" not in done.stderr:
         return ""
     remedy = '`git config --global --add safe.directory "$PWD"` in its root folder'
-    return f"this project belongs to another user, so git refuses to look at it: {remedy}"
+    return f"this project belongs to another user, so git refuses to use it: {remedy}"
 
 
 def changed_files(*arguments: str) -> list[str] | None:
-    """What differs from the last commit, None if git cannot say; its index is not written anew for this."""
+    """Files that differ from the last commit, None if unknown; does not refresh git's index."""
     status = git("--no-optional-locks", "status", "--porcelain", *arguments)
-    # The first two characters are a status; `git` strips a blank at the very beginning.
+    # The first two characters are a status; `git` strips a leading blank from the output.
     return None if status is None else [line.strip().partition(" ")[2].strip() for line in status.splitlines()]

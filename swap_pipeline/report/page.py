@@ -1,7 +1,6 @@
-"""Pages that need nothing but themselves: one HTML file with its pictures and styles in it, no script, no network.
+"""Self-contained HTML pages: styles and figures inside, no scripts, no network.
 
-What a page looks like is in `templates/`; the modules named after pages gather what is put into them. All of that is
-escaped.
+Templates are in `templates/`; the modules named after pages collect their contents, which are escaped.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from swap_pipeline.report.figures import Drawing
 
 
 def render(template: str, **values: Any) -> str:
-    """A template filled in; a value that it lacks is an error."""
+    """A rendered template; a missing value is an error."""
     return TEMPLATES.get_template(template).render(values)
 
 
 def images(drawings: Iterable[Drawing], pictures: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
-    """The attributes of each drawing's `<img>`; `pictures` are the drawings as SVG."""
+    """The attributes of each drawing's `<img>`; `pictures` are the drawings' SVGs."""
     return {drawing.name: _image(drawing.alt, pictures[drawing.name]) for drawing in drawings}
 
 
@@ -38,7 +37,7 @@ def _image(alt: str, svg: bytes) -> dict[str, Any]:
 
 
 def from_markdown(text: str) -> Markup:
-    """Of Markdown, `code`, **strong** and *emphasis*."""
+    """Markdown's `code`, **strong** and *emphasis*."""
     marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
     marked = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked)
     return Markup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", marked))

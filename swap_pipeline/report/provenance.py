@@ -1,4 +1,4 @@
-"""What a run was made from: its params and what they change of the recipe, the code, the installed versions."""
+"""A run's provenance: its params and their differences from the recipe, the code, the installed versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MISSING = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """An entry that differs from the recipe's; None for what is not there."""
+    """An entry that differs from the recipe's; None if missing."""
 
     key: str
     here: str | None
@@ -29,7 +29,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The recipe that a params file names, and what it changes of it."""
+    """The recipe that a params file names, and the changes to it."""
 
     recipe: str
     problem: str | None
@@ -38,7 +38,7 @@ class Origin:
 
 
 def read_sections(path: Path) -> dict[str, Any]:
-    """A YAML file as it is, unchecked; empty if it has no sections."""
+    """A YAML file, unchecked; empty if it has no sections."""
     tree = read_yaml(path)
     return tree if isinstance(tree, dict) else {}
 
@@ -55,7 +55,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in YAML, more or less."""
+    """A value roughly as in YAML."""
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
     if isinstance(value, bool):
@@ -91,7 +91,7 @@ def changes_of(tree: Mapping[str, Any], original: Mapping[str, Any]) -> list[Cha
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter, as installed; nothing is imported."""
+    """Installed versions of Python and of the packages that matter; imports nothing."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -102,7 +102,7 @@ def versions() -> dict[str, str]:
 
 
 def code_version() -> dict[str, Any]:
-    """The commit, what differs from it, and DVC's experiment; None for what is not known."""
+    """The commit, files that differ from it, and DVC's experiment; None if unknown."""
     commit = git("rev-parse", "HEAD")
     changed = None if commit is None else changed_files("-uno", "--", ".")
     return {
@@ -114,7 +114,7 @@ def code_version() -> dict[str, Any]:
 
 
 def _is_written_by_dvc(name: str) -> bool:
-    """What a run writes and git keeps: it differs after every run."""
+    """Whether DVC writes this file in every run."""
     path = Path(name.strip('"'))
     return path.name == "dvc.lock" or (path.suffix == ".json" and path.parent.name == "metrics")
 

@@ -1,4 +1,4 @@
-"""`report/index.html`: one run of SWAP for people."""
+"""`report/index.html`: the report on one run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report_page(
     environment: Mapping[str, Any],
     data: Mapping[str, Any],
 ) -> str:
-    """All of it, from the records; `pictures` are the drawings as SVG."""
+    """The page; `pictures` are the drawings' SVGs."""
     entries = flat(params)
     head = ("model", *RESULT_COLUMNS[1:], "devices")
     columns, *results = without_empty_columns([head, *((*row.cells, row.devices or "") for row in rows)])
@@ -57,7 +57,7 @@ def report_page(
 
 
 def _or_dash(text: str | None) -> str:
-    return "– (not there)" if text is None else text
+    return "– (not set)" if text is None else text
 
 
 def _data(data: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What came out: the records of all phases as metrics, one table and one set of curves."""
+"""A run's result: metrics, a table and curves from the records of all phases."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ CURVE_COLUMNS = ("learning_rate", "train_loss", "train_accuracy", "loss", "accur
 def models_before_averaging(
     phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """What is known of the models that are averaged: one of each worker for every cycle; with no phase 2, phase 1's."""
+    """Records of the models to average: one for every cycle of each worker, or phase 1's if there is no phase 2."""
     return [model for worker in workers.values() if worker["epochs"] for model in worker["models"]] or [phase1]
 
 
 def summarise(
     phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any]
 ) -> dict[str, float]:
-    """The metrics of a run, short since they are columns of `dvc exp show`; accuracies of test images in percent.
+    """The metrics of a run; names are short, as columns of `dvc exp show`; accuracies are in percent, on test images.
 
-    `validation`, if there is such a set, is the final model's accuracy on it: what to choose by. `taken`, if workers
-    are selected, is how many are averaged. `seconds` is the critical path: the time that training takes with a device
+    `validation` is the final model's accuracy on the validation set, if there is one, to choose by. `taken` is the
+    number of averaged workers, if they are selected. `seconds` is the critical path: the training time with a device
     for every worker.
     """
     slowest = max(worker["seconds"] for worker in workers.values())
@@ -42,7 +42,7 @@ def summarise(
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
-    """A line of the table of results; None where something does not apply."""
+    """A row of the table of results; None if a value does not apply."""
 
     name: str
     test_accuracy: float | None = None
@@ -53,11 +53,11 @@ class ResultRow:
     seconds: float | None = None
     devices: str | None = None
     is_result: bool = False
-    """of the final model"""
+    """whether it is the final model's"""
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """For people, under `RESULT_COLUMNS`."""
+        """Text for `RESULT_COLUMNS`."""
         spread = "" if self.spread is None else f" ± {self.spread:.2f}"
         return (
             self.name,
@@ -74,7 +74,7 @@ RESULT_COLUMNS = ("", "test accuracy", "test loss", "validation accuracy", "seco
 def result_rows(
     phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]], phase3: Mapping[str, Any]
 ) -> list[ResultRow]:
-    """Phase 1, every worker, their mean, the final model, and the time that it takes."""
+    """Phase 1, every worker, their mean, the final model, and the critical path."""
     summary = summarise(phase1, workers, phase3)
     by = phase1["stopped_by"]
     why = {"accuracy": "τ passed", "epochs": "maximum reached"}.get(by, f"left by {by}")
@@ -124,12 +124,12 @@ def _row(name: str, record: Mapping[str, Any], *, is_result: bool = False) -> Re
 
 
 def result_table(rows: Sequence[ResultRow]) -> str:
-    """The result for people, as a Markdown table that also reads well as it is."""
+    """The rows as a Markdown table, readable as text."""
     return aligned(without_empty_columns([RESULT_COLUMNS, *(row.cells for row in rows)]))
 
 
 def without_empty_columns(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Without the columns that are empty under their heads: not every run has a validation set."""
+    """Without empty columns: not every run has a validation set."""
     kept = [any(column[1:]) for column in zip(*rows, strict=True)]
     return [tuple(cell for cell, keep in zip(row, kept, strict=True) if keep) for row in rows]
 
@@ -146,7 +146,7 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def curves_csv(phase1: Mapping[str, Any], workers: Mapping[int, Mapping[str, Any]]) -> str:
-    """All curves in one table; a worker's epochs go on where phase 1 ended."""
+    """All curves in one table; a worker's epochs continue phase 1's."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("run", "epoch", *CURVE_COLUMNS))
@@ -168,9 +168,9 @@ def closing_words(
     experiment: str | None,
     is_temporary: bool,
 ) -> str:
-    """What `dvc repro` ends with: what was trained since it started, the result, where it is, what to do next.
+    """The last lines of `dvc repro`: what was trained since it started, the result, where it is, what to do next.
 
-    `is_temporary`: the experiment runs in a folder that DVC removes when it is done.
+    `is_temporary`: the experiment runs in a folder that DVC removes afterwards.
     """
     trained = {seed: worker for seed, worker in workers.items() if worker["epochs"]}
     lines = []

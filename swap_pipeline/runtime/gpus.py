@@ -133,7 +133,7 @@ def _too_old(cuda: tuple[int, int], built: Built) -> str:
         return ""
     driver = f" to {_OLDEST_DRIVER[needed]} or newer" if needed in _OLDEST_DRIVER else ""
     return (
-        f"the GPU driver is for CUDA {cuda[0]}.{cuda[1]}, but torch {built.torch} needs CUDA {needed}: "
+        f"the GPU driver supports CUDA {cuda[0]}.{cuda[1]}, but torch {built.torch} needs CUDA {needed}: "
         f"update the driver{driver}, or install a torch for CUDA {cuda[0]}, {_HOW}"
     )
 

@@ -27,18 +27,18 @@ def remedy_of(error: BaseException) -> str:
         return ""
     where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "what was being written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{where}: no space is left on the disk: make room, {_AGAIN}"
+        return f"{where}: no space left on the disk: make room, {_AGAIN}"
     if error.errno == errno.EFBIG:
         return f"{where}: a file grew beyond the size limit: raise the limit (`ulimit -f`), {_AGAIN}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"{where} cannot be used ({error.strerror}): give this user read and write permission, {_AGAIN}"
     if error.errno in (errno.EEXIST, errno.ENOTDIR) and (obstacle := _obstacle(Path(where))):
-        return f"{obstacle} is not a folder, but there must be one: move it elsewhere, {_AGAIN}"
+        return f"{obstacle} must be a folder, but is something else: move it elsewhere, {_AGAIN}"
     return ""
 
 
 def _obstacle(path: Path) -> Path | None:
-    """The file or broken link that stands in place of a folder on the way to `path`."""
+    """The file or broken link in place of a folder on the way to `path`."""
     ways = [path, *path.parents]
     return next((way for way in reversed(ways) if os.path.lexists(way) and not way.is_dir()), None)
 

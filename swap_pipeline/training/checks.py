@@ -1,4 +1,4 @@
-"""What is refused before anything is trained: settings that cannot work, networks that do not fit the images."""
+"""Checks before training: settings that cannot work, networks that do not fit the images."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from swap_pipeline.training.run import Run, TrainingData
 
 
 def check_view(run: Run, meta: Meta) -> None:
-    """Images in files need a size to be brought to, and images in memory have theirs."""
+    """Images from files need a size to resize them to; images in memory keep theirs."""
     view = run.view(0)
     key = f"params.yaml: {run.section}.image_size"
     if meta.shape is None and view is None:
-        raise SwapError(f"{key} is missing: these images are read from files of any size, so say what to bring them to")
+        raise SwapError(f"{key} is missing: images come from files of any size, so set the size to resize them to")
     if meta.shape is not None and view is not None:
         raise SwapError(
             f"{key} has no effect on images that were prepared in memory, {meta.shape[1]}×{meta.shape[2]} pixels: "
-            f"remove it (and min_scale), or set data.max_gb_in_memory: 0 to read them from their files"
+            f"remove it (and min_scale), or set data.max_gb_in_memory: 0 to read them from files"
         )
 
 
 def check_run(run: Run, data: TrainingData, group: Group) -> None:
-    """Refuse what would fail in one of the epochs."""
+    """Reject what would fail in one of the epochs."""
     if run.shards % group.world_size:
         raise SwapError(
             f"params.yaml: {run.section}.shards is {run.shards}, which {group.world_size} processes cannot share "
@@ -52,7 +52,7 @@ def check_run(run: Run, data: TrainingData, group: Group) -> None:
 
 
 def try_out(network: nn.Module, run: Run, data: TrainingData, *, precision: Precision, group: Group) -> None:
-    """Find out with two blank images whether the network takes the sizes of all epochs and tells all classes."""
+    """Check with two blank images that the network takes the image sizes of all epochs and has the right outputs."""
     network.eval()
     for shape in sorted({data.train.image_shape(run.view(epoch)) for epoch in range(run.epochs)}):
         try:
@@ -60,13 +60,13 @@ def try_out(network: nn.Module, run: Run, data: TrainingData, *, precision: Prec
                 output = network(torch.zeros(2, *shape, device=group.device))
         except Exception as error:
             if _is_of_gpu(error) and not is_out_of_memory(error):
-                raise  # a driver, a library, a broken device: whatever it is, it is not the network
+                raise  # a driver, library or device error, not the network's
             raise _misfit(error, shape) from None
         if getattr(output, "shape", None) != (2, data.num_classes):
             found = f"{output.shape[1]} values" if getattr(output, "ndim", 0) == 2 else f"{type(output).__name__}"
             raise SwapError(
-                f"the network of params.yaml (model) gives {found} for each image, but the data has "
-                f"{data.num_classes} classes: let it give one value for each class"
+                f"the network of params.yaml (model) returns {found} for each image, but the data has "
+                f"{data.num_classes} classes: it must return one value for each class"
             )
 
 
@@ -80,10 +80,10 @@ def _misfit(error: Exception, shape: tuple[int, ...]) -> SwapError:
     size, why = "×".join(map(str, shape[1:])), " ".join(str(error).split())
     if is_out_of_memory(error):
         return SwapError(
-            f"two images of {size} pixels and the network of params.yaml (model) did not fit into memory: take "
-            f"a smaller network or image_size, or free the device of other processes"
+            f"two images of {size} pixels and the network of params.yaml (model) did not fit into memory: use "
+            f"a smaller network or image_size, or end other processes on the device"
         )
     return SwapError(
         f"the network of params.yaml (model) cannot take images of {size} pixels ({type(error).__name__}: "
-        f"{why}): change image_size or model.options, or take another one"
+        f"{why}): change image_size or model.options, or use another one"
     )

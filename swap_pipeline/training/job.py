@@ -1,4 +1,4 @@
-"""One run of the SGD loop as a job: from prepared data to a result in its scratch folder."""
+"""A run of the SGD loop as a job: from prepared data to a result in its scratch folder."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def _view_of(given: Schedule, first_epoch: int) -> Callable[[float], View | None
 
 @contextlib.contextmanager
 def _explained(compute: Compute) -> Iterator[None]:
-    """torch's word for an operation that it cannot repeat exactly on a GPU, with the way out."""
+    """Add advice to torch's error for an operation that is not deterministic on a GPU."""
     try:
         yield
     except RuntimeError as error:
         if not compute.deterministic or "deterministic" not in str(error):
             raise
         what = " ".join(str(error).split()).partition(". ")[0]
-        raise SwapError(f"{what}: set compute.deterministic: false, or take another network") from None
+        raise SwapError(f"{what}: set compute.deterministic: false, or use another network") from None
 
 
 def run_training_job(
@@ -116,7 +116,7 @@ def run_training_job(
     keep: Mapping[int, str] = MappingProxyType({}),
     averaged: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
-    """Be one rank of a training job that starts from a seed's weights or from a checkpoint's.
+    """Run one rank of a training job that starts from a seed's weights or a checkpoint's.
 
     `weights` is a file of the user's that replaces a seed's, but for a last layer for other classes.
     `keep` names the models to keep on the way, by epoch; of these, `averaged` go into the average beside the last.
@@ -172,7 +172,7 @@ def _info_after(
     header: Mapping[str, Any],
     epoch: int,
 ) -> dict[str, Any]:
-    """The header of the run's model after so many epochs."""
+    """The header of the run's model after `epoch` epochs."""
     view = run.view(max(0, epoch - 1))
     shape, test_crop = data.train.image_shape(view), setting.augment.test_crop
     about = describe_model(description, data.meta, image_shape=shape, view=view, test_crop=test_crop)
@@ -184,7 +184,7 @@ def _training_data(data: PreparedData, setting: Setting) -> TrainingData:
 
 
 def _epochs_that_stay(run: Run, folder: JobFolder) -> Callable[[int], bool] | None:
-    """Evenly spaced ones of a course that may be left at other epochs."""
+    """Evenly spaced epochs of phase 1, whose snapshots are kept for other exits."""
     if not folder.has_course:
         return None
     every = spacing(epochs=run.epochs, at_most=num_kept_epochs())
@@ -201,7 +201,7 @@ def _scores_of_models(
     precision: Precision,
     group: Group,
 ) -> list[dict[str, float]]:
-    """Of each model that goes into the average: those of `past` cycles by epoch, and last `network`, the result."""
+    """Scores of each model to average: those of `past` cycles by epoch, then `network`, the result."""
 
     def scores(model: nn.Module, epoch: int) -> dict[str, float]:
         held_out, view = record.curve[epoch - 1].score if epoch else record.score, run.view(max(0, epoch - 1))
@@ -230,7 +230,7 @@ def _network_at(
 
 
 def _as_it_came(run: Run, start: int | Path) -> Run:
-    """Of a run without epochs, the result is the checkpoint it starts from, and sees images as that did."""
+    """For a run without epochs, whose result is the checkpoint it starts from, take over its view and decay."""
     if isinstance(start, int) or run.epochs:
         return run
     view = view_of_checkpoint(start)
@@ -238,7 +238,7 @@ def _as_it_came(run: Run, start: int | Path) -> Run:
 
 
 def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str], header: Mapping[str, Any]) -> None:
-    """A run that is resumed must have all models that it was to keep so far: else it resumes from before the first."""
+    """If a resumed run lacks models that it should have kept, let it resume from before the first of them."""
     done = epoch_of_newest_snapshot(folder.path)
     due = {epoch: name for epoch, name in keep.items() if epoch <= done}
     if lost := _first_lost(folder.kept, due, header):
@@ -248,7 +248,7 @@ def _repeat_what_was_lost(folder: JobFolder, keep: Mapping[int, str], header: Ma
 
 
 def _all_kept(folder: JobFolder, keep: Mapping[int, str], header: Mapping[str, Any], *, epochs: int) -> list[str]:
-    """The models that were kept on the way, which must all be there."""
+    """The kept models, which must all be there."""
     kept = {epoch: name for epoch, name in keep.items() if epoch <= epochs}
     if lost := _first_lost(folder.kept, kept, header):
         epoch, what = lost
@@ -257,7 +257,7 @@ def _all_kept(folder: JobFolder, keep: Mapping[int, str], header: Mapping[str, A
 
 
 def _first_lost(kept: Path, names: Mapping[int, str], header: Mapping[str, Any]) -> tuple[int, str] | None:
-    """The first epoch whose model should be in the folder and is not, or is another one; and what is wrong."""
+    """The first epoch whose model is missing, damaged or another run's, and which of these."""
     for epoch, name in sorted(names.items()):
         path = kept / name
         if not path.exists():
@@ -265,7 +265,7 @@ def _first_lost(kept: Path, names: Mapping[int, str], header: Mapping[str, Any])
         try:
             is_the_one = read_tensors(path)[1].items() >= {**header, "epoch": epoch}.items()
         except UnreadableFileError:
-            raise  # it is for people to fix the disk
+            raise  # the user has to fix the disk
         except SwapError:
             is_the_one = False
         if not is_the_one:

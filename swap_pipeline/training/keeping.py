@@ -1,4 +1,4 @@
-"""What happens beside the learning: snapshots, models that are kept, lines for people, a request to stop."""
+"""Everything around the training loop: snapshots, kept models, progress lines, requests to stop."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from swap_pipeline.training.snapshots import SnapshotWriter
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """Where a run leaves its state, and whom it tells how far it has come."""
+    """Where a run saves its state and reports its progress."""
 
     snapshots: Path
     """a folder; the run resumes from the newest one in it"""
     reporter: Reporter
     stays: Callable[[int], bool] | None = None
-    """of a course that may be left at other epochs: after which of them snapshots stay"""
+    """for phase 1, which other runs may leave at other epochs: after which epochs snapshots stay"""
     held_out: str = "test"
-    """for people: what the curve is measured on"""
+    """for the user: the split on which the curve is measured"""
     at_epoch_end: Callable[[int, nn.Module], None] = lambda epoch, network: None
-    """called on the main rank with the network that would be the result after so many epochs, and once more for an
-    epoch that is repeated after a kill"""
+    """called on the main rank after each epoch with the network that would be the result; called again if the epoch
+    is repeated after a kill"""
 
 
 class Keeper:
-    """Looks after a run that trains, on this rank."""
+    """Does all this for a run, on this rank."""
 
     def __init__(
         self, keeping: Keeping, run: Run, state: State, curve: list[Epoch], begun: Begun, *, num_images: int
@@ -55,15 +55,15 @@ class Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """What is being written is whole afterwards."""
+        """Finish writing."""
         try:
             self._writer.close()
         except Exception:
-            if kind in (None, Stopped):  # else something went wrong before
+            if kind in (None, Stopped):  # else there was an earlier error
                 raise
 
     def after_step(self, epoch: int, step: int, num_steps: int) -> bool:
-        """Whether the run is to end here, in the middle of an epoch."""
+        """Whether to stop here, in the middle of an epoch."""
         self._keeping.reporter.step(epoch, step, num_steps)
         self._writer.is_busy()  # or it has failed, and training with it
         return step + 1 < num_steps and self._run.is_in_sync(epoch, step, num_steps) and self._stop.is_due()
@@ -77,12 +77,12 @@ class Keeper:
         return batch_size * steps_per_epoch(self._num_images, batch_size) / max(row.seconds, 1e-9)
 
     def after_epoch(self, result: nn.Module) -> None:
-        """The curve has its row by now."""
+        """To be called when the curve has its row."""
         row = self._curve[-1]
         self._keeping.reporter.log(row.epoch, {**asdict(row), "images_per_second": self._images_per_second(row)})
         if self._state.group.is_main:
             self._keeping.at_epoch_end(row.epoch, result)
-        # With all done, only the result is left to be written.
+        # After the last epoch, the result is written instead.
         ends = exit_now(self._run, self._curve) is not None
         stops = not ends and self._stop.is_due()
         if stops or self._is_due(row.epoch, ends=ends):
@@ -97,14 +97,14 @@ class Keeper:
             raise Stopped
 
     def settle(self) -> None:
-        """All ranks see the same snapshots afterwards."""
+        """Wait until all ranks see the same snapshots."""
         self._writer.wait()
         self._state.group.wait()
 
     def _is_due(self, epoch: int, *, ends: bool) -> bool:
-        """Whether to leave a snapshot now. A slow disk is waited for only if every epoch is to have one.
+        """Whether to write a snapshot now. Waits for a slow disk only if every epoch must have one.
 
-        Of a course: also where it is taken up later, by another rule or for a fork test.
+        For phase 1, also where it may be resumed later, by another rule or for a fork test.
         """
         if not self._state.group.is_main:
             return False

@@ -52,7 +52,7 @@ def train(
     group: Group,
     keeping: Keeping,
 ) -> Record:
-    """Train `network` in place, from its present weights or from the newest snapshot."""
+    """Train `network` in place, from its current weights or from the newest snapshot."""
     check_run(run, data, group)
     set_up(network, compute, group)
     try_out(network, run, data, precision=compute.precision, group=group)
@@ -76,7 +76,7 @@ def train(
         while lacks_test(run, len(curve), forks.tests):
             keeping.reporter.done(len(curve), str(forks.test(len(curve), learner.result_to_train())))
             keeper.settle()
-            if later := take_up(tests=forks.tests, after=len(curve)):  # of a course that was left by another rule
+            if later := take_up(tests=forks.tests, after=len(curve)):  # of a run that another rule ended
                 curve[:], begun = later
         return exit_now(run, curve, forks.tests)
 
@@ -104,7 +104,7 @@ def train(
 def _forks(
     run: Run, data: TrainingData, folder: Path, *, optimizer: Optimizer, compute: Compute, group: Group
 ) -> Forks:
-    """Their steps are the loop's own, each fork on one rank."""
+    """Fork tests, which train with this loop, each fork on one rank."""
     alone, compute = replace(group, rank=0, world_size=1), replace(compute, compile=False)
 
     def refine(fork: Run, network: nn.Module) -> None:
@@ -148,7 +148,7 @@ class _Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
-    """What an epoch's steps come to, over all ranks."""
+    """The results of an epoch's steps, over all ranks."""
 
     learning_rate: float
     """of the last step"""
@@ -182,17 +182,17 @@ class _Learner:
 
     @property
     def result(self) -> nn.Module:
-        """The network to test and keep: the one that is trained, or the mean of its weights."""
+        """The network to evaluate and keep: the trained one, or the mean of its weights."""
         return self._network if self._mean is None else self._mean.network
 
     def result_to_train(self) -> nn.Module:
-        """A copy, to go on from as phase 2 does."""
+        """A copy to continue from, as phase 2 does."""
         network = copy.deepcopy(self._network)
         network.load_state_dict(self.result.state_dict())
         return network
 
     def epoch(self, steps: _Steps, begun: Begun, after_step: Callable[[int, int, int], bool]) -> _Trained | Begun:
-        """Train for the rest of an epoch, or until `after_step` says to end; then returns how far it has come."""
+        """Train for the rest of an epoch, or until `after_step` says to stop; then returns the progress within it."""
         self._group.finish_queued_work()
         began, tally = time.perf_counter() - begun.seconds, Tally(begun.sums)
         self._network.train()

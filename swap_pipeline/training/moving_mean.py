@@ -1,4 +1,4 @@
-"""The exponential mean of a network's weights, by step (EMA): a copy of the network that follows it."""
+"""The exponential moving average (EMA) of a network's weights, as a copy of the network."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from swap_pipeline.training.shards import copy_all, mean_over_ranks
 class MovingMean:
     """After each step, mean ← decay · mean + (1 − decay) · weights; it starts with the weights after the first step.
 
-    Running statistics are averaged likewise, so that the mean can be tested at any time.
+    Running statistics are averaged in the same way, so that the mean can be evaluated at any time.
     """
 
     def __init__(self, network: nn.Module, decay: float) -> None:
-        from torch.optim.swa_utils import get_ema_multi_avg_fn  # imports torch's compiler, so only where it is needed
+        from torch.optim.swa_utils import get_ema_multi_avg_fn  # imports torch's compiler, so only when needed
 
         self.network = copy.deepcopy(network).requires_grad_(False)
         self.steps = 0
@@ -42,7 +42,7 @@ class MovingMean:
 
     @torch.no_grad()
     def end_epoch(self, group: Group) -> None:
-        """All ranks have the same weights; give them the same statistics."""
+        """Average the statistics over ranks, which already have the same weights."""
         mean_over_ranks(list(self.network.buffers()), group)
         for own, followed in self._counters:
             own.copy_(followed)

@@ -1,4 +1,4 @@
-"""A network's forward pass on several ranks (DDP), compiled where that is wanted."""
+"""A network's forward pass on several ranks (DDP), compiled if requested."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OWN_STATISTICS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """What is compiled or spread over ranks is a wrapper: the network, and with it the names in checkpoints, stays."""
+    """Compilation and DDP wrap the network, which itself stays unchanged, and with it the names in checkpoints."""
 
     logits: Callable[[torch.Tensor], torch.Tensor]
     without_exchange: Callable[[], AbstractContextManager[None]]
-    """a block whose gradients stay on their rank; in any other, a backward pass leaves their mean over all ranks"""
+    """a block in which gradients stay on their rank; elsewhere, a backward pass averages them over all ranks"""
 
 
 def wrapped(
@@ -40,7 +40,7 @@ def wrapped(
     compiled: bool | Literal["reduce-overhead"],
     group: Group,
 ) -> Forward:
-    """One static graph for each image size, so that a resumed run computes like one that was never stopped."""
+    """One static graph per image size, so that a resumed run computes like an undisturbed one."""
     logits: Callable[[torch.Tensor], torch.Tensor] = network
     without_exchange: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     if group.world_size > 1:
@@ -55,7 +55,7 @@ def _parallel(network: nn.Module, image_shape: tuple[int, ...], group: Group) ->
     """DDP, with its gradient buckets in their final form.
 
     DDP regroups its buckets after the first backward pass, which changes the order of sums over more than two ranks.
-    A pass is spent on that now, so that a resumed run adds up in the same order as one that was never stopped.
+    An extra pass triggers that now, so that a resumed run sums in the same order as an undisturbed one.
     """
     before = {key: tensor.clone() for key, tensor in network.state_dict().items()}
     blank = torch.zeros(2, *image_shape, device=group.device)
@@ -75,12 +75,12 @@ def _parallel(network: nn.Module, image_shape: tuple[int, ...], group: Group) ->
 
 
 def check_that_all_learn(network: nn.Module, loss: torch.Tensor) -> None:
-    """DDP waits for the gradient of every parameter."""
+    """Reject networks with unused parameters: DDP would wait for their gradients."""
     loss.backward()
     idle = [name for name, p in network.named_parameters() if p.requires_grad and p.grad is None]
     if idle:
         raise SwapError(
-            f"the network of params.yaml (model) has parameters that nothing depends on ({', '.join(idle[:3])}"
+            f"the network of params.yaml (model) has unused parameters ({', '.join(idle[:3])}"
             f"{' …' if len(idle) > 3 else ''}), which several processes cannot train: remove them, or SWAP_NPROC=1"
         )
     network.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Snapshots of a run: all that the loop needs to go on as if it had never been stopped."""
+"""Snapshots of a run: everything the loop needs to resume as if it had never been stopped."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _PAUSE_SECONDS, _PAUSES = 5, 12
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """How far an epoch has come, on this rank."""
+    """Progress within an epoch, on this rank."""
 
     step: int
     sums: torch.Tensor
     """loss and hits so far"""
     squares: torch.Tensor
-    """of gradients' norms so far: of shards, of whole batches"""
+    """sums of gradients' squared norms so far: of shards, of whole batches"""
     seconds: float
 
     @classmethod
@@ -46,7 +46,7 @@ class Begun:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What changes while a run trains, on this rank."""
+    """Everything that training changes, on this rank."""
 
     network: nn.Module
     sgd: Sgd | Named
@@ -65,7 +65,7 @@ class State:
         return tensors
 
     def tensors_within_epoch(self, begun: Begun) -> dict[str, torch.Tensor]:
-        """What each shard or rank has of its own within an epoch: running statistics, sums of the epoch."""
+        """What differs between shards or ranks within an epoch: running statistics, sums of the epoch."""
         shards = {f"shards.{key}": tensor for key, tensor in self.shards.stacked().items()}
         return shards | {key: self.group.gather(tensor) for key, tensor in self._own_of_rank(begun).items()}
 
@@ -105,7 +105,7 @@ class State:
 
 
 def keep(run: Run, writer: SnapshotWriter, state: State, curve: list[Epoch], begun: Begun | None = None) -> None:
-    """Leave a snapshot, at the end of an epoch or, where some of the next has `begun`, in the middle of that."""
+    """Write a snapshot at the end of an epoch or, if the next one has `begun`, in the middle of that."""
     tensors = state.tensors()
     info: dict[str, Any] = {
         "run": [run.name, run.seed],
@@ -154,21 +154,21 @@ def _misfit(
     if [row["epoch"] for row in curve] != list(range(1, len(curve) + 1)) or len(curve) > run.epochs:
         return "its curve has other epochs"
     if "begun" in info and not _is_beginning(info["begun"], run, len(curve), num_images):
-        return "it is of no step that there is"
+        return "there is no such step"
     if state.mean is not None and (type(info.get("mean_steps")) is not int or info["mean_steps"] < 1):
-        return "it does not say over how many steps its mean was taken"
+        return "it lacks the number of steps in its mean"
     scaler, own_scaler = info.get("scaler"), state.sgd.scaler.state()
     if not isinstance(scaler, dict) or info.get("precision") not in ("fp32", "tf32", "bf16", "fp16"):
-        return "it does not say in which precision it was trained"
+        return "it lacks its precision"
     if info["precision"] == state.sgd.scaler.precision and {key: type(value) for key, value in scaler.items()} != {
         key: type(value) for key, value in own_scaler.items()
     }:
         return "its gradient scale has another form"
-    return "" if isinstance(info.get("hardware"), str) else "it does not say what it was trained on"
+    return "" if isinstance(info.get("hardware"), str) else "it lacks its hardware"
 
 
 def _is_beginning(value: Any, run: Run, epoch: int, num_images: int) -> bool:
-    """Whether this says of a step of that epoch, but not of its last one, that it was the last to be taken."""
+    """Whether this names a step of that epoch other than the last."""
     if not isinstance(value, dict) or value.keys() != {"step", "seconds"} or epoch >= run.epochs:
         return False
     step, steps = value["step"], steps_per_epoch(num_images, run.batch_size(epoch))
@@ -177,11 +177,11 @@ def _is_beginning(value: Any, run: Run, epoch: int, num_images: int) -> bool:
 
 
 def _other_setting(state: State, info: Mapping[str, Any], *, deterministic: bool) -> str:
-    """How the snapshot was trained, if it cannot be continued here as it was begun; empty if it can."""
+    """How the snapshot was trained, if it cannot be continued in the same way here; empty if it can."""
     precision, hardware = state.sgd.scaler.precision, state.group.hardware()
     if info["precision"] != precision:  # `auto` on another kind of GPU
         return f"in {info['precision']}, not {precision}"
-    if deterministic and info["hardware"] != hardware:  # a job that was put back into the queue
+    if deterministic and info["hardware"] != hardware:  # a requeued job
         return f"on {printable(info['hardware'])}, not {hardware} (compute.deterministic is true)"
     return ""
 
@@ -189,7 +189,7 @@ def _other_setting(state: State, info: Mapping[str, Any], *, deterministic: bool
 def _read_before_end(
     run: Run, folder: Path, misfit: Callable[..., str], tests: Sequence[ForkTest], after: int
 ) -> _Snapshot | None:
-    """The newest snapshot of a course, or where that goes on beyond the run's end, the newest one before or at it."""
+    """The newest snapshot, or if there are some beyond the run's end, the newest one up to it."""
     found = read_snapshot(folder, misfit, after=after)
     if found is None:
         return None
@@ -198,8 +198,8 @@ def _read_before_end(
 
 
 def _read_alike(read: Callable[[], _Snapshot | None], folder: Path, group: Group) -> _Snapshot | None:
-    """The newest snapshot, which has to be the same for all ranks: from different ones, they would average gradients
-    of different weights. Every rank reads for itself, and on another machine may see a new file late."""
+    """The newest snapshot, which must be the same for all ranks: from different ones, they would average gradients of
+    different weights. Every rank reads it itself, and another machine may see a new file late."""
     for pause in (0, *[_PAUSE_SECONDS] * _PAUSES):
         time.sleep(pause)
         found = read()
@@ -210,7 +210,7 @@ def _read_alike(read: Callable[[], _Snapshot | None], folder: Path, group: Group
             return found
     raise SwapError(
         f"the ranks do not see the same snapshots in {folder} (epoch and step by rank: {of_ranks}): "
-        f"look whether all nodes can read this folder, then `dvc repro` again"
+        f"check that all nodes can read this folder, then run `dvc repro` again"
     )
 
 
@@ -224,10 +224,10 @@ def resume(
     tests: Sequence[ForkTest] = (),
     after: int = -1,
 ) -> tuple[list[Epoch], Begun] | None:
-    """Take up the newest snapshot, if there is one `after` so many epochs; returns the curve so far, and how far the
-    epoch after it has come.
+    """Load the newest snapshot later than the epoch `after`, if there is one; returns the curve so far, and the
+    progress within the next epoch.
 
-    Not one of another precision, nor, where bytes have to be the same each time, of another kind of GPU.
+    Not one of another precision nor, if bytes must be the same each time, of another kind of GPU.
     """
     group = state.group
     misfit = functools.partial(_misfit, run, state, num_images)
@@ -239,7 +239,7 @@ def resume(
         print(f"the snapshot was trained {other}: starting afresh", flush=True)
         group.wait()
         if group.is_main:
-            drop_snapshots(folder)  # of later epochs than the first new ones, which would be taken for older
+            drop_snapshots(folder)  # those of later epochs would be taken for newer than the first new ones
         return None
     state.load(tensors, info)
     curve = [Epoch(**row) for row in info["curve"]]

@@ -1,4 +1,4 @@
-"""What a run of the loop is told, and what is known of it when it is over."""
+"""The input and output of a run of the loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swap_pipeline.engine.evaluation import Score
 
 
 def as_prepared(epoch: float) -> None:
-    """The view of images in memory."""
+    """The view for images in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Run:
     """What one call of the loop does."""
 
     name: str
-    """what people call it: `phase1`, `phase2 seed 3`"""
+    """for the user: `phase1`, `phase2 seed 3`"""
     section: str
     """its section in `params.yaml`"""
     seed: int
@@ -30,7 +30,7 @@ class Run:
     """images per step over all ranks, by epoch: B₁ or B₂ of Algorithm 1"""
     epochs: int
     max_steps: int | None = None
-    """of an epoch, where that has more"""
+    """limit per epoch, if it has more"""
     learning_rate: Callable[[float], float]
     """of the fractional epoch at which a step begins: LR₁ or LR₂"""
     shards: int = 1
@@ -40,7 +40,7 @@ class Run:
     ema_decay: float | None = None
     """the result is an exponential mean of the weights"""
     view: Callable[[float], View | None] = as_prepared
-    """how images that are read from their files are seen, by epoch"""
+    """by epoch, for images from files"""
     leaving: Leaving = Leaving()
     """by which rule it ends before its last epoch; by default, by none"""
     chance: str = ""
@@ -106,7 +106,7 @@ class Record:
     stopped_by: str
     """the rule that ended it: `accuracy` (τ was passed), …; or `epochs` (the maximum was reached)"""
     left: str
-    """the same for people, with what it was decided by"""
+    """the same for the user, with the reason"""
     score: Score
     """of the network that is the result, on held-out images"""
     forks: tuple[Mapping[str, float], ...] = ()

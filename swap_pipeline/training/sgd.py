@@ -1,4 +1,4 @@
-"""The optimizer: torch's fused SGD, and the guard that calls off steps with gradients that are not finite."""
+"""The optimizer: torch's fused SGD, and the guard that skips steps with gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from swap_pipeline.engine.precision import Scaler
 from swap_pipeline.errors import SwapError
 from swap_pipeline.training.run import Run
 
-# What torch.optim.SGD(fused=True) calls; where it is not there, that is called instead.
+# Called by torch.optim.SGD(fused=True); if it is missing, that is used instead.
 _FUSED_STEP = getattr(torch, "_fused_sgd_", None)
 
 
 class Sgd:
-    """SGD with what the loop needs of it: a rate a step, and a step that can be called off on the device.
+    """SGD as the loop needs it: a learning rate per step, and a step that can be skipped on the device.
 
-    The step is torch's fused one. torch.optim.SGD would do no more than call it, but imports the compiler first, which
-    takes as long as to import torch; so it is made only for gradient scaling, which asks for such an object.
+    The step is torch's fused one. torch.optim.SGD only calls it, but first imports the compiler, which takes as long as
+    importing torch; so it is created only for gradient scaling, which needs such an object.
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler) -> None:
@@ -37,7 +37,7 @@ class Sgd:
         # uninitialised memory if it is called off the first time.
         with_momentum = self._named.items() if optimizer.momentum else ()
         self._momentum = {name: torch.zeros_like(parameter) for name, parameter in with_momentum}
-        # By weight decay, and by type: the fused step takes one at a time.
+        # By weight decay and type, since the fused step takes one of each.
         names: dict[tuple[float, torch.dtype], list[str]] = {}
         for name, parameter in self._named.items():
             decay = 0.0 if name in spared else optimizer.weight_decay
@@ -81,7 +81,7 @@ class Sgd:
                 dampening=0.0,
                 maximize=False,
                 is_first_step=False,
-                # The flag that gradient scaling uses: it is read on the device, without waiting for it here.
+                # Gradient scaling's flag, which is read on the device, without waiting here.
                 found_inf=skip_if,
             )
 
@@ -109,7 +109,7 @@ class Sgd:
 
 
 class _Alike:
-    """Parameters that one fused step moves."""
+    """Parameters of one fused step."""
 
     def __init__(self, decay: float, parameters: list[nn.Parameter], momentum: list[torch.Tensor]) -> None:
         """`momentum` is empty, or has a buffer for each parameter."""
@@ -123,11 +123,11 @@ class _Alike:
         gradients = [
             g for g, stride in zip(found, self._strides, strict=True) if g is not None and g.stride() == stride
         ]
-        if len(gradients) == len(found):  # all of them are as usual
+        if len(gradients) == len(found):  # the usual case
             return self.parameters, gradients, self._momentum
         for parameter, stride in zip(self.parameters, self._strides, strict=True):
-            # On a GPU the fused step refuses gradients that are laid out otherwise than their parameter, on a CPU it
-            # errs. Autograd sees to it, but not where a dimension has size 1, nor for all compiled networks.
+            # With gradients laid out otherwise than their parameter, the fused step fails on a GPU and is wrong on a
+            # CPU. Autograd lays them out alike, except if a dimension has size 1, and for some compiled networks.
             if (gradient := parameter.grad) is not None and gradient.stride() != stride:
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
         having = [number for number, parameter in enumerate(self.parameters) if parameter.grad is not None]
@@ -158,9 +158,9 @@ _CHECK = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 class FiniteGuard:
     """Stops a run whose gradients are no longer finite, on all ranks together and before the step is applied.
 
-    Gradients are already averaged over the ranks, so every rank sees the same thing. On a GPU the verdict is read
-    only now and then: waiting for it at each step would hold up the queue. Gradient scaling (fp16) makes single steps
-    overflow on purpose; then only more than `tolerance` such steps on end are an error.
+    Gradients are already averaged over the ranks, so every rank sees the same. On a GPU the result is read only now and
+    then: waiting for it at each step would stall the queue. Gradient scaling (fp16) lets single steps overflow on
+    purpose; then only more than `tolerance` such steps in a row are an error.
     """
 
     def __init__(self, run: Run, device: torch.device, *, precision: Precision, tolerance: int) -> None:
@@ -174,7 +174,7 @@ class FiniteGuard:
         self._one = torch.ones((), device=device)
 
     def look(self, epoch: int, step: int, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Remember whether the gradients of a step are finite; returns 1.0 where they are not."""
+        """Record whether the gradients of a step are finite; returns 1.0 if they are not."""
         flag = self._flags[len(self._steps)]
         self.mark(flag, gradients)
         self._steps.append((epoch, step))
@@ -186,7 +186,7 @@ class FiniteGuard:
         """Set the flag to 1.0 if these gradients are not finite."""
         if _CHECK is not None:
             _CHECK(gradients, flag, self._one)
-        else:  # with what torch documents, in several times the time
+        else:  # documented functions, which take several times as long
             largest = nn.utils.get_total_norm(gradients, math.inf)
             flag.copy_((largest - largest).ne(0))  # Inf less itself is NaN
 
@@ -194,7 +194,7 @@ class FiniteGuard:
         steps, self._steps = self._steps, []
         flags = self._flags.tolist()
         if any(flags):
-            self._flags = torch.zeros_like(self._flags)  # the old ones may not have been heeded yet
+            self._flags = torch.zeros_like(self._flags)  # the old ones may still be in use
         for (epoch, step), is_bad in zip(steps, flags, strict=False):
             self._count(epoch, step, is_bad)
 
@@ -210,7 +210,7 @@ class FiniteGuard:
             raise self._error(f"loss or gradient is not finite at epoch {epoch + 1}, step {step + 1}; the step was")
 
     def check_loss(self, epoch: int, loss_sum: float) -> None:
-        """An epoch's loss is finite even where gradients overflowed, unless the network itself is lost."""
+        """An epoch's loss is finite even if gradients overflowed, unless the network itself has diverged."""
         if not math.isfinite(loss_sum):
             raise self._error(f"the loss is not finite in epoch {epoch + 1}; such steps were")
 

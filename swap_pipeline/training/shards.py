@@ -1,4 +1,4 @@
-"""The shards of a batch: each is normalised on its own, as if on a device of its own, on any number of devices.
+"""The shards of a batch: each is normalised separately, as if on its own device, on any number of devices.
 
 A rank computes its shards one after another and adds up their gradients. Batch norm's running statistics are kept for
 each shard apart; what counts in the end is their mean over all shards. The update is linear, so it does not matter
@@ -149,7 +149,7 @@ _COPY_ALL = getattr(torch, "_foreach_copy_", None)
 
 @torch.no_grad()
 def copy_all(source: list[torch.Tensor], *, to: list[torch.Tensor]) -> None:
-    """At once, where torch can."""
+    """Copy all tensors, in one call if torch has it."""
     if _COPY_ALL is not None and source:
         _COPY_ALL(to, source)
         return

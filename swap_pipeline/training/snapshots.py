@@ -1,6 +1,6 @@
-"""The state of a run that is under way, as files: the newest two, so that a damaged one does no harm.
+"""Snapshots of a running job: the newest two, in case one is damaged.
 
-Of a course that may be left at other epochs, evenly spaced ones stay too.
+For phase 1, which other runs may leave at other epochs, evenly spaced ones stay too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SNAPSHOT = "snapshot_*.safetensors"
 
 
 def spacing(*, epochs: int, at_most: int) -> int:
-    """Every how many epochs a snapshot stays, so that with the newest and the last written ones, two each, there are
-    at most so many."""
+    """Epochs between snapshots that stay, such that there are `at_most`, including the two newest and the two written
+    last."""
     return max(1, math.ceil(epochs / max(1, at_most - 4)))
 
 
@@ -35,12 +35,12 @@ def write_snapshot(
     step: int = 0,
     stays: Callable[[int], bool] | None = None,
 ) -> None:
-    """Keep the state after `epoch` epochs and `step` steps, and the one before it, in case this file is damaged.
+    """Write the state after `epoch` epochs and `step` steps; keep the one before it, in case this file is damaged.
 
-    Of all others, those at the end of an epoch that `stays`.
+    Of the others, keep those at the end of an epoch that `stays`.
     """
     name = f"snapshot_{epoch:06d}_{step:09d}" if step else f"snapshot_{epoch:06d}"
-    # Not forced to disk: after a power cut a torn file fails its digest and the one before it is taken.
+    # No fsync: after a power cut a torn file fails its digest, and the one before it is used.
     written = folder / f"{name}.safetensors"
     write_tensors(written, tensors, info, durable=False)
     there = sorted(folder.glob(_SNAPSHOT))
@@ -51,7 +51,7 @@ def write_snapshot(
 
 
 class SnapshotWriter:
-    """Writes snapshots in a thread, from a copy, while training continues; an error reaches whoever asks next."""
+    """Writes snapshots in a thread, from a copy, while training continues; the next call raises any error."""
 
     def __init__(self, folder: Path, stays: Callable[[int], bool] | None = None) -> None:
         self._folder, self._stays = folder, stays
@@ -59,7 +59,7 @@ class SnapshotWriter:
         self._written: Future[None] | None = None
 
     def write(self, epoch: int, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any], *, step: int = 0) -> None:
-        """Begin to write this state, once the one before it is written."""
+        """Start writing this state, once the one before it is written."""
         self.wait()
         copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         self._written = self._thread.submit(
@@ -67,19 +67,19 @@ class SnapshotWriter:
         )
 
     def is_busy(self) -> bool:
-        """Whether one is being written; raises what went wrong with the last one."""
+        """Whether a snapshot is being written; raises the last one's error."""
         if self._written is not None and self._written.done():
             self.wait()
         return self._written is not None
 
     def wait(self) -> None:
-        """Until what was given is written."""
+        """Wait until the snapshot is written."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
 
     def close(self) -> None:
-        """As `wait`, and there is nothing more to come."""
+        """Like `wait`, after the last snapshot."""
         self._thread.shutdown()
         self.wait()
 
@@ -91,10 +91,9 @@ def read_snapshot(
     after: int = -1,
     not_after: int | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-    """The newest whole snapshot `after` so many epochs and `not_after` so many, if there is one; a damaged one is set
-    aside.
+    """The newest intact snapshot later than the epoch `after` and not later than `not_after`, if there is one.
 
-    So is one that is not this run's: `misfit` says why, or nothing.
+    Damaged ones are renamed, and so are other runs': `misfit` returns why a snapshot is not this run's, or "".
     """
     for path in sorted(folder.glob(_SNAPSHOT), reverse=True):
         if _epoch_of(path) <= after or (not_after is not None and (_epoch_of(path), _step_of(path)) > (not_after, 0)):
@@ -103,7 +102,7 @@ def read_snapshot(
             tensors, info = read_tensors(path)
             reason = misfit(tensors, info)
         except UnreadableFileError:
-            raise  # it is for people to mend the disk, and not to train again what stands on it
+            raise  # the user has to fix the disk; do not train again what is on it
         except DamagedFileError as error:
             reason = error.reason
         except SwapError as error:
@@ -114,7 +113,7 @@ def read_snapshot(
         with contextlib.suppress(FileNotFoundError):  # another rank was faster
             path.replace(aside)
         print(
-            f"warning: {path} cannot be used ({reason}): it is set aside as {aside.name}, and training goes on from "
+            f"warning: {path} cannot be used ({reason}): renamed to {aside.name}; training resumes from "
             f"the snapshot before it, if there is one",
             flush=True,
         )
@@ -122,12 +121,12 @@ def read_snapshot(
 
 
 def epoch_of_newest_snapshot(folder: Path) -> int:
-    """How many epochs it has behind it; 0 also where there is none."""
+    """The number of epochs in it; 0 if there is none."""
     return max((_epoch_of(path) for path in folder.glob(_SNAPSHOT)), default=0)
 
 
 def drop_snapshots(folder: Path, *, from_epoch: int = 0) -> None:
-    """Called when a run is complete and has nothing left to resume, or has to repeat that epoch and all after it."""
+    """Called when a run is complete, or has to repeat `from_epoch` and all later epochs."""
     for path in folder.glob(_SNAPSHOT):
         if _epoch_of(path) >= from_epoch:
             path.unlink()

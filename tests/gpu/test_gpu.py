@@ -216,7 +216,7 @@ def test_a_killed_rank_of_several_is_named(project: Project) -> None:
         _, said = stage.communicate(timeout=120)
     finally:
         stage.kill()
-    assert "rank 1 was ended by signal 9" in said, said
+    assert "rank 1 was killed by signal 9" in said, said
     time.sleep(1)
     assert processes_in(project.root) == []
 

@@ -1,7 +1,7 @@
-"""What a killed `swap compare` leaves behind: processes, temporary folders, entries in DVC's queue, unnamed results.
+"""Clearing up after a killed `swap compare`: processes, temporary folders, entries in DVC's queue, unnamed results.
 
-All processes of a comparison have the project's path in their environment, and its experiments are called `new-<name>`
-until they are complete, so nothing of anybody else is touched.
+All processes of a comparison have the project's path in their environment, and its experiments are named `new-<name>`
+until they are complete, so nothing else is touched.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from swap_pipeline.storage.files import read_json, write_json, write_text
 MARK = "SWAP_COMPARE"
 """the environment variable that names the project; set by `swap compare`, never by the user"""
 UNFINISHED = "new-"
-"""before the name of an experiment, until it is complete"""
+"""prefix of an experiment's name until it is complete"""
 _OURS = re.compile(rf"{UNFINISHED}[a-z]\w*-\d+")
 _PATIENCE_SECONDS = 20
 _EXPERIMENTS = Path(".dvc/tmp/exps")
 
 
 def clear_leftovers() -> None:
-    """End, keep or remove them; to be called by whoever holds the lock of `swap compare`."""
+    """End processes, name complete results and remove the rest; the caller must hold the lock of `swap compare`."""
     _end_processes()
     _release_locks()
     _check_workspace()
     _empty_queue()
     _remove_folders()
     for experiment in list_experiments():
-        if _OURS.fullmatch(experiment.name):  # complete, but its turn to be named never came
+        if _OURS.fullmatch(experiment.name):  # complete, but not renamed yet
             rename(experiment, experiment.name.removeprefix(UNFINISHED))
 
 
 def _end_processes() -> None:
-    """Ask first: an interrupted stage ends its ranks, and DVC then removes its folder."""
+    """Interrupt first, so that stages end their ranks and DVC removes its folders; then kill."""
     processes = _marked()
     known = {process.pid for process in processes}
     tops = [process for process in processes if _parent(process) not in known]
@@ -84,7 +84,7 @@ def _group(process: psutil.Process) -> int | None:
 
 
 def _release_locks() -> None:
-    """DVC keeps process numbers in a file, and would wait for whoever has such a number now."""
+    """DVC keeps process ids in a file, and would wait for unrelated processes that have such an id now."""
     file = _EXPERIMENTS / "rwlock"
     with contextlib.suppress(OSError, ValueError):
         locks = json.loads(file.read_text(encoding="utf-8"))
@@ -95,19 +95,19 @@ def _release_locks() -> None:
 
 
 def _of_others(holders: Any) -> Any:
-    """One holder, or a list of them, without ours."""
+    """One holder, or a list of them, except ours."""
     if isinstance(holders, list):
         return [holder for holder in holders if _of_others(holder)]
     return None if _OURS.search(holders["cmd"]) else holders
 
 
 def note_start() -> None:
-    """DVC is about to start an experiment, for which it borrows the workspace for a moment."""
+    """To be called before DVC starts an experiment, for which it changes the workspace for a moment."""
     write_json(_start(), {"branch": _branch(), "stash": _stash()})
 
 
 def forget_start() -> None:
-    """The workspace is the user's again."""
+    """To be called when DVC has restored the workspace."""
     _start().unlink(missing_ok=True)
 
 
@@ -124,7 +124,7 @@ def _stash() -> str | None:
 
 
 def _check_workspace() -> None:
-    """A DVC that was killed in that moment has left HEAD, its own params, and the user's edits in git's stash."""
+    """If DVC was killed at that moment, HEAD is detached, params are the experiment's and edits are in git's stash."""
     if not _start().exists():
         return
     before = read_json(_start())
@@ -136,14 +136,14 @@ def _check_workspace() -> None:
     ]
     if remedies:
         raise SwapError(
-            "DVC was killed while it was starting an experiment, with the workspace in its hands: get yours back with "
-            f"`{' && '.join(remedies)}`, then run `swap compare` again"
+            "DVC was killed while it was starting an experiment, and has left the workspace changed: restore yours "
+            f"with `{' && '.join(remedies)}`, then run `swap compare` again"
         )
     forget_start()
 
 
 def _empty_queue() -> None:
-    """DVC queues each experiment before it starts it; the next one to start would run what lies there too."""
+    """DVC queues each experiment before it starts it, and would run leftover entries together with the next one."""
     if git("rev-parse", "--verify", "--quiet", "refs/exps/stash") is None:
         return
     from dvc.repo import Repo
@@ -154,7 +154,7 @@ def _empty_queue() -> None:
 
 
 def _remove_folders() -> None:
-    """Each has a file that says whose it is; until that folder is gone, DVC lists it as an experiment at work."""
+    """Each has a file that names its experiment; while the folder exists, DVC lists the experiment as running."""
     place = (_EXPERIMENTS / "standalone").resolve()
     known = set()
     for file in [*_EXPERIMENTS.glob("run/*/*.run"), *place.glob("run/*/*.run")]:
@@ -166,6 +166,6 @@ def _remove_folders() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
                 shutil.rmtree(file.parent, ignore_errors=True)
     for folder in place.glob("tmp*"):
-        # Killed within the moment before its file is written.
+        # Killed before its file was written.
         if folder not in known and time.time() - folder.stat().st_mtime > 60:
             shutil.rmtree(folder, ignore_errors=True)

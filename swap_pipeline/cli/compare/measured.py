@@ -13,7 +13,7 @@ LEAST_FOR_INTERVAL = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """A value for each seed that has one."""
+    """Values by seed."""
 
     values: Mapping[int, float]
 
@@ -27,18 +27,18 @@ class Measured:
 
     @property
     def std(self) -> float | None:
-        """Sample standard deviation, which one value does not have."""
+        """Sample standard deviation; None for a single value."""
         return statistics.stdev(self.values.values()) if self.n > 1 else None
 
     def minus(self, other: Measured) -> Measured:
-        """Seed by seed, as far as both have them."""
+        """Paired differences, for seeds that both have."""
         return Measured(
             {seed: value - other.values[seed] for seed, value in self.values.items() if seed in other.values}
         )
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """In which the mean lies with 95 % confidence, by Student's t; None for fewer than three values."""
+        """95 % confidence interval of the mean, by Student's t; None for fewer than three values."""
         if self.mean is None or self.std is None or self.n < LEAST_FOR_INTERVAL:
             return None
         reach = student_t(CONFIDENCE, self.n - 1) * self.std / math.sqrt(self.n)
@@ -46,7 +46,7 @@ class Measured:
 
 
 def student_t(confidence: float, degrees: int) -> float:
-    """The t that |T| does not exceed with this probability."""
+    """The t with P(|T| ≤ t) = confidence."""
     low, high = 0.0, 1.0
     while _within(high, degrees) < confidence:
         high *= 2

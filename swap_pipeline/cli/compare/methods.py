@@ -1,8 +1,7 @@
-"""What each method changes of its recipe: `recipes/<recipe>.methods.yaml`, method by method, section by section.
+"""Methods as changes to their recipe: `recipes/<recipe>.methods.yaml`, by method and section.
 
-Methods change the recipe, not the workspace: whatever any method touches has the method's value in an experiment, or
-else the recipe's. So it does not matter what an earlier experiment left in `params.yaml`. An entry that is null is left
-out, which means its default.
+Methods change the recipe, not the workspace: entries that any method changes take this method's value, or else the
+recipe's. So it does not matter what an earlier experiment left in `params.yaml`. A null entry means the default.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _TAU, _RULE = "phase1.stop_accuracy", "phase1.stop"
 
 @dataclass(frozen=True, kw_only=True)
 class Methods:
-    """The methods of a recipe, each with all entries that any of them touches."""
+    """The methods of a recipe, each with all entries that any of them changes."""
 
     file: Path
     settings: Mapping[str, Tree]
-    """by name, by dotted key"""
+    """by name and dotted key"""
 
     def params(self, method: str, seed: int, workspace: Tree) -> dict[str, Any]:
-        """The params of an experiment: the workspace's, with this method and seed; a mistake in them is refused."""
+        """The params of an experiment: the workspace's with this method and seed, checked."""
         tree = copy.deepcopy(dict(workspace))
         for key, value in {"method": method, "seed": seed, **self.settings[method]}.items():
             _put(tree, key, value)
@@ -41,7 +40,7 @@ class Methods:
         return tree
 
     def edited(self, workspace: Tree, recipe: Tree) -> list[str]:
-        """What the workspace has otherwise than the recipe, although methods touch it."""
+        """Edits of the workspace that methods override."""
         touched = next(iter(self.settings.values()))
         here, there = flat(workspace), flat(recipe)
         return [
@@ -52,22 +51,22 @@ class Methods:
 
 
 def read_methods(recipe: str) -> Methods:
-    """A mistake in the file is a `SwapError` that names it."""
+    """Read and check the file; a mistake is a `SwapError` that names it."""
     path, file = RECIPES / f"{recipe}.yaml", methods_file(recipe)
     for needed in (path, file):
         if not needed.is_file():
             raise SwapError(
-                f"params.yaml is of recipe {recipe}, but there is no {needed}: write it, or choose a recipe "
+                f"params.yaml has recipe: {recipe}, but there is no {needed}: write it, or choose a recipe "
                 "with `swap use`"
             )
     original, given = flat(read_sections(path)), read_sections(file)
     for name, sections in given.items():
         if not re.fullmatch(r"[a-z]\w*", str(name)):
-            raise SwapError(f"{file}: {name!r} cannot be the name of a method: use letters, digits and _")
+            raise SwapError(f"{file}: {name!r} is not a valid name of a method: use letters, digits and _")
         if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
             raise SwapError(f"{file}: {name} must have sections with entries, such as phase1: {{peak_lr: 0.1}}")
     if not given:
-        raise SwapError(f"{file} has no methods: list them by name, with what each changes of the recipe")
+        raise SwapError(f"{file} has no methods: list them by name, each with its changes to the recipe")
     changes = {name: flat(sections) for name, sections in given.items()}
     touched = dict.fromkeys(key for change in changes.values() for key in change)
     if _TAU in touched:  # it means nothing under another rule
@@ -88,7 +87,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def overrides(params: Tree, workspace: Tree) -> list[str]:
-    """What to give to `dvc exp run -S`, so that the workspace's params become these; in Hydra's words."""
+    """Arguments for `dvc exp run -S`, in Hydra's syntax, that turn the workspace's params into these."""
     wanted, here = flat(params), flat(workspace)
     return [
         *(f"++{key}={_in_hydra(value)}" for key, value in wanted.items() if key not in here or here[key] != value),

@@ -1,4 +1,4 @@
-"""What the paper reports: Tables 1 to 4 of Gupta, Akle Serrano and DeCoste, ICLR 2020."""
+"""The paper's results: Tables 1 to 4 of Gupta, Akle Serrano and DeCoste, ICLR 2020."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Figures = Mapping[str, Figure]
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """What the paper has to say about one of our tables."""
+    """The paper's results for one of our tables."""
 
     source: str = ""
     rows: Mapping[str, Figures] = field(default_factory=dict)
@@ -86,7 +86,7 @@ PLAIN_IN_PAPER = {
     "cifar10": Paper(source="Table 1: 10 runs on Tesla V100 GPUs", rows=_TABLE_1),
     "cifar10-cpu": Paper(
         source="Table 1: 10 runs on Tesla V100 GPUs. Its network is four times as wide as this recipe's and saw all "
-        "50,000 images: compare the order of the methods, not the figures",
+        "50,000 images: compare the order of the methods, not the values",
         rows=_TABLE_1,
     ),
     "cifar100": Paper(source="Table 2: 10 runs on Tesla V100 GPUs", rows=_TABLE_2),

@@ -1,7 +1,7 @@
-"""Running the experiments of a comparison: `dvc exp run` side by side, as devices allow, shared stages once.
+"""Running the experiments of a comparison: as many `dvc exp run` at a time as there are devices, shared stages once.
 
-DVC puts an experiment's params into the workspace for a moment when it starts it, so starts happen one at a time and
-are never interrupted. Results get their names when they are complete: what fails leaves the old ones as they were.
+When DVC starts an experiment, it writes its params to the workspace for a moment, so starts happen one at a time and
+are never interrupted. Results are named when they are complete, so a failure keeps the old ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def logs() -> Path:
 
 @contextmanager
 def only_one() -> Iterator[None]:
-    """One comparison at a time; whatever a killed one left is cleared first."""
+    """Allow one comparison at a time; first clear up after a killed one."""
     lock = Lock(logs() / "compare.lock")
     if not lock.try_acquire():
         raise SwapError(f"another `swap compare` is running here (process {lock.holder()}): wait for it, or stop it")
@@ -62,7 +62,7 @@ class Run:
         self.width = width
         self.log = logs() / f"{wanted.name}.log"
         self.began = time.monotonic()
-        # With the environment's own Python, also where it was not activated.
+        # The environment's own Python, even if it is not activated.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         note_start()
         words = wanted.command(f"{UNFINISHED}{wanted.name}")[1:]
@@ -73,14 +73,14 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", MARK: str(Path.cwd())},
-                start_new_session=True,  # Ctrl-C reaches it when it can be interrupted
+                start_new_session=True,  # Ctrl-C reaches it only through this process
             )
 
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
     def stages(self) -> list[str]:
-        """That DVC has come to so far; none while it is still putting the experiment together."""
+        """Stages that DVC has started so far; none while it is still setting up the experiment."""
         return [name.decode() for name in _STAGE.findall(self.log.read_bytes())]
 
     def is_starting(self) -> bool:
@@ -90,20 +90,20 @@ class Run:
         return len(_EPOCH.findall(self.log.read_bytes()))
 
     def holds_back(self, other: Wanted) -> bool:
-        """Whether it is still at something that the other one can have from it."""
+        """Whether the other one should wait, to reuse a stage that this one has yet to finish."""
         order = list(self.wanted.shared)
         reached = max((order.index(stage) for stage in self.stages() if stage in order), default=0)
         return any(self.wanted.shared[stage] == other.shared[stage] for stage in order[reached:])
 
     def last_words(self) -> str:
-        """Of the log: the error if there is one, else the last line."""
+        """The error in the log if there is one, else its last line."""
         lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
         errors = [line for line in lines if line.startswith(("error: ", "ERROR: "))]
-        return next((line for line in [*errors, *reversed(lines)] if line), "it said nothing")
+        return next((line for line in [*errors, *reversed(lines)] if line), "no output")
 
 
 def num_devices(params: Params, machine: Machine) -> int:
-    """The most that an experiment can use at a time."""
+    """The most devices that an experiment can use at a time."""
     workers = len(params.workers.seeds) * share_of_worker(machine, shards=params.phase2.shards).num_devices
     phase1 = share_of_phase1(machine, shards=params.phase1.shards).num_devices
     return min(machine.num_devices, max(phase1, workers if params.phase2.epochs else 0))
@@ -116,7 +116,7 @@ def num_epochs(params: Params) -> int:
 def run_experiments(
     waiting: Sequence[Wanted], *, machine: Machine, most_at_once: int | None, say: Say
 ) -> dict[str, str]:
-    """Run them all; returns what failed, by name. Interrupted, it ends what is running and raises KeyboardInterrupt."""
+    """Run them all; returns errors by name. After a signal, ends running ones and raises KeyboardInterrupt."""
     left, running, failures = list(waiting), list[Run](), dict[str, str]()
     params = {wanted.name: parse_params(wanted.params) for wanted in waiting}
     widths = {name: num_devices(one, machine) for name, one in params.items()}
@@ -160,7 +160,7 @@ def run_experiments(
 def _next(
     left: Sequence[Wanted], running: Sequence[Run], widths: Mapping[str, int], devices: int, most: int | None
 ) -> Wanted | None:
-    """The first that has room and nothing to wait for."""
+    """The first for which there are devices and that needs to wait for no other."""
     if any(run.is_starting() for run in running) or (most is not None and len(running) >= most):
         return None
     free = devices - sum(run.width for run in running)
@@ -175,7 +175,7 @@ def _next(
 
 
 def _take_over(name: str) -> bool:
-    """Give a complete experiment its name; whether there is one."""
+    """Rename a complete experiment to its final name; returns whether there is one."""
     for experiment in list_experiments():
         if experiment.name == f"{UNFINISHED}{name}":
             rename(experiment, name)
@@ -184,7 +184,7 @@ def _take_over(name: str) -> bool:
 
 
 def _state(run: Run) -> str:
-    """Its stage, with what that said last."""
+    """Its stage, with that stage's last line."""
     stage = next(reversed(run.stages()), "starting")
     lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line for line in lines if line.startswith(stage) and ": " in line]
@@ -193,7 +193,7 @@ def _state(run: Run) -> str:
 
 @contextmanager
 def _display(say: Say) -> Iterator[tuple[Say, Callable[[Sequence[str]], None]]]:
-    """How to say a line, and how to draw what is running now, which only a terminal can take back."""
+    """A function that prints a line, and one that draws what is running now, in a terminal only."""
     if not sys.stdout.isatty():
         yield say, lambda lines: None
         return
@@ -209,7 +209,7 @@ def _display(say: Say) -> Iterator[tuple[Say, Callable[[Sequence[str]], None]]]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM means the same as Ctrl-C."""
+    """Treat SIGTERM like Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,6 +1,6 @@
-"""The paper's Tables 1 to 4 from the experiments that exist: each method's figures over its seeds, beside SWAP's.
+"""The paper's Tables 1 to 4 from existing experiments: each method's results over its seeds, compared with SWAP's.
 
-What is missing leaves a dash and a note.
+Missing values become a dash and a note.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Values = Mapping[str, float | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """Something that is measured once in each experiment."""
+    """Something measured once per experiment."""
 
     title: str
     unit: str
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table; the first accuracy after averaging is what methods are compared by."""
+    """A table; methods are compared by the column `accuracy`."""
 
     key: str
     title: str
@@ -73,7 +73,7 @@ class Table:
     accuracy: str
     rows: tuple[Row, ...]
     source: str
-    """of the paper's figures"""
+    """of the paper's values"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ Found = Mapping[str, Mapping[int, Experiment]]
 def make_tables(
     recipe: str, methods: Sequence[str], found: Found, records: Mapping[str, Records], notes: Sequence[str] = ()
 ) -> Tables:
-    """`records` come by the experiment's commit; those that DVC does not have here are missing."""
+    """`records` are by the experiment's commit; those that are not in DVC's cache are missing."""
     swa = [method for method in _SWA_ROWS if method in methods]
     plain = [method for method in (*PLAIN_TITLES, *methods) if method in methods and method not in _SWA_ROWS]
     values = {
@@ -118,8 +118,8 @@ def make_tables(
     return Tables(
         recipe=recipe,
         tables=(
-            _table("plain_training", "SWAP beside plain training", _PLAIN_COLUMNS, plain_rows, "swap_after", paper),
-            _table("swa", "SWA beside SWAP", _SWA_COLUMNS, swa_rows, "swap", paper_swa),
+            _table("plain_training", "SWAP and plain training", _PLAIN_COLUMNS, plain_rows, "swap_after", paper),
+            _table("swa", "SWAP and SWA", _SWA_COLUMNS, swa_rows, "swap", paper_swa),
         ),
         notes=(*notes, *missing(methods, found), *not_recorded(found, records), *_how_it_ran(found, records)),
     )
@@ -194,7 +194,7 @@ def _table(
 
 
 def measure(experiment: Experiment, records: Records | None) -> Values:
-    """Everything that the tables show of an experiment."""
+    """All of an experiment's values in the tables."""
     metrics = experiment.metrics
     parts = [] if records is None else [records.phase1, *_trained(records), records.phase3]
     return {
@@ -209,7 +209,7 @@ def measure(experiment: Experiment, records: Records | None) -> Values:
 
 
 def measure_before(experiment: Experiment, records: Records | None) -> Values:
-    """The same of its workers, had they not been averaged."""
+    """The same for its workers without averaging."""
     whole = measure(experiment, records)
     before: dict[str, float | None] = {**whole, "test_accuracy": whole["before_averaging"]}
     if records is None:
@@ -225,17 +225,17 @@ def measure_before(experiment: Experiment, records: Records | None) -> Values:
 
 
 def _trained(records: Records) -> list[Record]:
-    """The workers that had epochs."""
+    """The workers that trained at all."""
     return [worker for worker in records.workers if worker["curve"]]
 
 
 def _devices(records: Records) -> int:
-    """As many as its time takes: the workers are side by side."""
+    """The number that its training time assumes: all workers at the same time."""
     return max(int(records.phase1["num_devices"]), sum(int(worker["num_devices"]) for worker in _trained(records)))
 
 
 def missing(methods: Sequence[str], found: Found) -> list[str]:
-    """What other methods have and one has not."""
+    """Notes on seeds that a method lacks but another has."""
     seeds = sorted({seed for by_seed in found.values() for seed in by_seed})
     notes = []
     for method in methods:
@@ -255,7 +255,7 @@ def not_recorded(found: Found, records: Mapping[str, Records]) -> list[str]:
 
 
 def _how_it_ran(found: Found, records: Mapping[str, Records]) -> list[str]:
-    """On which devices, and what shared the machine: it may have been slower for that."""
+    """Notes on the devices, and on experiments that shared the machine, which may have slowed them down."""
     if not records:
         return []
     ran: dict[str, set[tuple[float, float]]] = {
@@ -268,11 +268,11 @@ def _how_it_ran(found: Found, records: Mapping[str, Records]) -> list[str]:
     beside = [
         (one, other)
         for one, other in itertools.combinations(ran, 2)
-        # What they share ran once.
+        # Stages that they share ran once.
         if any(a[0] < b[1] and b[0] < a[1] for a in ran[one] - ran[other] for b in ran[other] - ran[one])
     ]
     names = sorted({name for pair in beside for name in pair})
     return [
         f"ran on {', '.join(devices)}",
-        *([f"shared the machine with others, which may have cost time: {', '.join(names)}"] if names else []),
+        *([f"ran at the same time, which may have slowed them down: {', '.join(names)}"] if names else []),
     ]

@@ -1,4 +1,4 @@
-"""The tables as a page, with a picture: accuracy against time for all methods."""
+"""The tables as a page, with a figure of accuracy against time for all methods."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OTHERS = (COLOURS["best"], "X")
 
 
 def tables_page(tables: Tables, drawings: Sequence[Drawing], pictures: Mapping[str, bytes]) -> str:
-    """`pictures` are the drawings as SVG, by name."""
+    """`pictures` are the drawings' SVGs by name."""
     return render(
         "tables.html",
         files="figures",
@@ -54,7 +54,7 @@ def _for_people(table: Table) -> dict[str, Any]:
 
 
 def draw_accuracy_against_time(tables: Tables) -> Drawing:
-    """All methods in one picture."""
+    """All methods in one figure."""
     plain, swa = tables.tables
     rows = [(row, plain.accuracy) for row in plain.rows]
     rows += [(row, swa.accuracy) for row in swa.rows if row.key != "swap"]

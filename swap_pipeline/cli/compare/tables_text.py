@@ -1,4 +1,4 @@
-"""Tables as Markdown, which also reads well as it is, as JSON and as CSV."""
+"""Tables as Markdown, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from swap_pipeline.report.summary import aligned
 
 DASH = "–"
 TIMES = (
-    "Mean ± sample standard deviation over seeds. Differences to SWAP are those of accuracy, seed by seed, with a "
-    "95 % interval (Student's t) for three seeds or more. Times are of training alone, SWAP's with its workers side by "
-    "side; device-seconds count all devices."
+    "Mean ± sample standard deviation over seeds. Differences to SWAP are paired differences in accuracy, with a 95 % "
+    "confidence interval (Student's t) for three seeds or more. Times are of training alone; SWAP's assumes that all "
+    "workers train at the same time; device-seconds count all devices."
 )
 
 
@@ -25,8 +25,8 @@ def columns_of(table: Table) -> tuple[str, ...]:
 
 
 def cells_of(table: Table) -> list[tuple[tuple[str, ...], frozenset[int]]]:
-    """The rows of a table for people, each with the positions of the cells that are the best of their column; under a
-    method, what the paper reports of it."""
+    """The rows of a table, each with the positions of cells that are the best in their column; below a method, the
+    paper's values."""
     best = {key: best_rows(key, [row.measured[key] for row in table.rows]) for key in table.columns}
     lines: list[tuple[tuple[str, ...], frozenset[int]]] = []
     for number, row in enumerate(table.rows):
@@ -57,7 +57,7 @@ def markdown(tables: Tables, *, bold: bool = True) -> str:
 
 
 def cell(key: str, measured: Measured) -> str:
-    """`95.24 ± 0.09`; without ± for one value, and for devices, which are counted."""
+    """`95.24 ± 0.09`; without ± for a single value and for devices."""
     if measured.mean is None:
         return DASH
     if key == "devices":
@@ -81,7 +81,7 @@ def paper_cell(key: str, figure: Figure | None) -> str:
 
 
 def best_rows(key: str, column: Sequence[Measured]) -> set[int]:
-    """Positions of the best mean, by the digits that are shown; none where there is nothing to compare."""
+    """Positions of the best mean, as displayed; none if there is nothing to compare."""
     best, digits = QUANTITIES[key].best, QUANTITIES[key].digits
     shown = {i: float(f"{entry.mean:.{digits}f}") for i, entry in enumerate(column) if entry.mean is not None}
     if best is None or len(shown) < 2:
@@ -90,7 +90,7 @@ def best_rows(key: str, column: Sequence[Measured]) -> set[int]:
 
 
 def as_json(tables: Tables) -> dict[str, Any]:
-    """Everything, each seed's values too."""
+    """Everything, including each seed's values."""
     return {
         "recipe": tables.recipe,
         "tables": [
@@ -132,9 +132,9 @@ def _figure_json(figure: Figure | None) -> dict[str, Any] | None:
 
 
 def as_csv(tables: Tables) -> str:
-    """One line for each quantity of each method in each table; what is missing is empty.
+    """One line for each quantity of each method in each table; missing values are empty.
 
-    `mean`, `std`, the differences and the values of the seeds are in `unit`, the paper's figures in `paper_unit`.
+    `mean`, `std`, differences and the seeds' values are in `unit`, the paper's values in `paper_unit`.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

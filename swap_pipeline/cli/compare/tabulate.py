@@ -1,4 +1,4 @@
-"""`swap tables`: from the experiments in git and the records in DVC's cache to tables, and these to files."""
+"""`swap tables`: makes tables from experiments in git and records in DVC's cache, and writes them to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swap_pipeline.storage.files import write_json, write_text
 
 
 def tables_of_experiments(*, everything: bool) -> Tables:
-    """Of the recipe that params.yaml is of; with `everything`, experiments of earlier commits too, newest first."""
+    """For params.yaml's recipe; with `everything`, also from earlier commits, preferring the newest."""
     recipe = read_params().recipe
     methods, now = read_methods(recipe), head()
     experiments = [
@@ -29,12 +29,12 @@ def tables_of_experiments(*, everything: bool) -> Tables:
         if one.name == f"{one.params['method']}-{one.params['seed']}"
     ]
     found: dict[str, dict[int, Experiment]] = {method: {} for method in methods.settings}
-    for one in sorted(experiments, key=lambda one: one.baseline == now):  # this commit's last, so that they stay
+    for one in sorted(experiments, key=lambda one: one.baseline == now):  # this commit's last, so that they win
         found[one.params["method"]][one.params["seed"]] = one
     chosen = [one for by_seed in found.values() for one in by_seed.values()]
     if not chosen:
-        hint = "" if everything else ", or see those of earlier commits with --all"
-        raise SwapError(f"no experiment of recipe {recipe} started from this commit: `swap compare` runs them{hint}")
+        hint = "" if everything else ", or use --all for those of earlier commits"
+        raise SwapError(f"no experiment of recipe {recipe} started from this commit: run `swap compare`{hint}")
     notes = [
         *(f"{one.name} is from commit {one.baseline[:7]}" for one in chosen if one.baseline != now),
         *_outdated(chosen, methods, now),
@@ -52,17 +52,17 @@ def _outdated(chosen: Iterable[Experiment], methods: Methods, now: str) -> list[
         or differs(one.commit, code)
     ]
     return (
-        [f"older than the present params or code: {', '.join(names)} (`swap compare` runs them again)"] if names else []
+        [f"older than the current params or code: {', '.join(names)} (`swap compare` runs them again)"] if names else []
     )
 
 
 def _same(params: Tree, wanted: Tree) -> bool:
-    """Wherever the data lie."""
+    """Whether params are equal, apart from the data's location."""
     return {**params, "data": {**params["data"], "root": None}} == {**wanted, "data": {**wanted["data"], "root": None}}
 
 
 def records_of(experiments: Iterable[Experiment]) -> dict[str, Records]:
-    """By commit; without those that are not in DVC's cache here."""
+    """Records by commit, for experiments whose records are in DVC's cache."""
     from dvc.repo import Repo
 
     with Repo() as repo:
@@ -80,7 +80,7 @@ def records_of(experiments: Iterable[Experiment]) -> dict[str, Records]:
 
 
 def write_tables(tables: Tables, folder: Path) -> None:
-    """As Markdown, JSON, CSV, and a page with its pictures."""
+    """As Markdown, JSON, CSV, and as a page with figures."""
     from swap_pipeline.cli.compare.tables_page import draw_accuracy_against_time, tables_page
     from swap_pipeline.report import figures
     from swap_pipeline.report.figures_schedules import draw_samplings, sampling_of

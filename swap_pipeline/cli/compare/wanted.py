@@ -1,6 +1,6 @@
 """`swap compare`: which experiments a comparison consists of, and which of them have to run.
 
-An experiment is up to date if code, params and data are what they were when it ran.
+An experiment is up to date if code, params and data have not changed since it ran.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from swap_pipeline.runtime.user_code import source_file
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """An experiment that belongs to the comparison."""
+    """An experiment of the comparison."""
 
     name: str
     params: Tree
     settings: tuple[str, ...]
     """for `dvc exp run -S`"""
     shared: Mapping[str, str]
-    """by stage: what two experiments have in common if they can share its result"""
+    """by stage: two experiments with the same value share the stage's result"""
 
     def command(self, name: str) -> list[str]:
         return ["dvc", "exp", "run", "--temp", "-n", name, *(word for item in self.settings for word in ("-S", item))]
@@ -43,13 +43,13 @@ class Comparison:
 
     wanted: tuple[Wanted, ...]
     waiting: tuple[Wanted, ...]
-    """that have to run"""
+    """those that have to run"""
     replaced: frozenset[str]
-    """names of those that exist, but are not up to date"""
+    """names of experiments that exist but are out of date"""
     notes: tuple[str, ...]
 
     def plain_commands(self) -> list[str]:
-        """What a user would type to run them by hand."""
+        """Commands to run them by hand."""
         lines = []
         for wanted in self.waiting:
             new = f"{UNFINISHED}{wanted.name}" if wanted.name in self.replaced else wanted.name
@@ -59,7 +59,7 @@ class Comparison:
 
 
 def make_comparison(chosen: Sequence[str] | None, seeds: Sequence[int] | None) -> Comparison:
-    """Of the recipe that params.yaml is of: all its methods, with the seed of params.yaml, unless chosen otherwise."""
+    """For params.yaml's recipe: all of its methods and the seed of params.yaml, unless others are chosen."""
     params = read_params()
     workspace, stages = read_sections(Path("params.yaml")), read_sections(Path("dvc.yaml"))["stages"]
     methods = read_methods(params.recipe)
@@ -81,7 +81,7 @@ def make_comparison(chosen: Sequence[str] | None, seeds: Sequence[int] | None) -
         wanted=tuple(wanted),
         waiting=tuple(one for one in wanted if one.name not in current),
         replaced=frozenset(found) - current,
-        notes=(f"params.yaml is not used for {', '.join(edited)}: edit {methods.file} or the recipe",)
+        notes=(f"ignored edits of params.yaml: {', '.join(edited)}; edit {methods.file} or the recipe instead",)
         if edited
         else (),
     )
@@ -120,7 +120,7 @@ def _path_for_experiments(key: str, path: str) -> str:
 
 
 def code_of(stages: Tree) -> list[str]:
-    """What git has of the stages' deps. Recipes only say what was edited: no result depends on them."""
+    """The stages' deps in git. Recipes are not among them: they only tell what was edited."""
     deps = {dep for stage in stages.values() for dep in stage.get("deps", ()) if "${" not in dep}
     return ["dvc.yaml", *sorted(deps)]
 
@@ -134,7 +134,7 @@ def _refuse_untracked(code: Sequence[str], network: str) -> None:
 
 
 def is_current(experiment: Experiment, wanted: Wanted, code: Sequence[str], data: dict[str, str | None]) -> bool:
-    """Whether it would come out the same now; `data` remembers hashes of folders."""
+    """Whether it would give the same result now; `data` caches hashes of folders."""
     if experiment.params != wanted.params or differs(experiment.commit, code):
         return False
     paths = {"prepare": wanted.params["data"]["root"], "phase1": wanted.params["phase1"].get("start")}

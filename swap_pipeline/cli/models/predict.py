@@ -36,7 +36,7 @@ def predict(
             size, why = "×".join(map(str, image.shape[1:])), " ".join(str(error).split())[:300]
             raise SwapError(f"{checkpoint}: its network cannot take {path} at {size} pixels: {why}") from None
         if not probabilities.isfinite().all():
-            raise SwapError(f"{checkpoint}: it has no answer to {path}, since weights are NaN or Inf: train it again")
+            raise SwapError(f"{checkpoint}: no result for {path}, since weights are NaN or Inf: train it again")
         order = probabilities.argsort(descending=True).tolist()
         yield path, [(printable(info["classes"][index])[:200], probabilities[index].item()) for index in order]
 
@@ -66,4 +66,4 @@ def check_usable(info: Mapping[str, Any], path: Path) -> None:
     if not reason and view_in(info, path) is not None and info.get("test_crop") not in ("square", "rectangle"):
         reason = "test_crop is neither square nor rectangle"
     if reason:
-        raise SwapError(f"{path} does not say how to use its network ({reason}): take the file as it was trained")
+        raise SwapError(f"{path} does not describe how to use its network ({reason}): use the original file")

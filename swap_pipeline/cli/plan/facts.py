@@ -1,6 +1,6 @@
-"""What a plan needs to know: the data without its images, the network without its weights, the devices.
+"""Facts that a plan needs, of the data, the network and the devices.
 
-Networks are built and run on torch's `meta` device, where tensors have shapes and no values.
+Networks are built and run on torch's `meta` device, where tensors have shapes but no values.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from swap_pipeline.runtime.environment import find_root
 from swap_pipeline.storage.image_files import shape_of
 from swap_pipeline.training.optimizers.named import new_optimizer
 
-# Batch norm needs more than one value for each channel, also where the image has shrunk to a single pixel.
+# Batch norm needs more than one value per channel, even where the image has shrunk to a single pixel.
 _IMAGES = 2
-# Of a folder, so many images are looked at to see whether they differ in size: only their headers are read.
+# How many image headers of a folder are read, to see whether the images differ in size.
 _SAMPLE = 20_000
 
 
 def data_facts(data: Data) -> DataFacts:
-    """What is known of the data: of a folder by a look at it, of a named data set always."""
+    """Facts of a named data set, or of a folder of images."""
     root = find_root(data.root)
     if data.name in TEST_FOLDERS and (root / "train").is_dir():
         return _limited(_folder_facts(data, scan(root, test_names=TEST_FOLDERS[data.name])), data)
@@ -57,7 +57,7 @@ def data_facts(data: Data) -> DataFacts:
         )
     if data.name not in TEST_FOLDERS:
         raise unknown(data.name)
-    return _limited(_folder_facts(data, scan(root)), data)  # which says what is missing
+    return _limited(_folder_facts(data, scan(root)), data)  # raises an error that says what is missing
 
 
 def _folder_facts(data: Data, tree: Tree) -> DataFacts:
@@ -87,7 +87,7 @@ def _limited(facts: DataFacts, data: Data) -> DataFacts:
 
 
 def planned_devices(params: Params, num_gpus: int) -> Devices:
-    """So many GPUs, wherever they may be."""
+    """That many GPUs, which need not exist."""
     machine = Machine(device_type="cuda", devices=tuple(map(str, range(num_gpus))), cores=num_gpus)
     return _devices(params, machine, at_most=None, max_workers=None)
 
@@ -110,14 +110,14 @@ def _devices(params: Params, machine: Machine, *, at_most: int | None, max_worke
 
 
 def network_facts(model: Model, *, channels: int, num_classes: int, sizes: Sequence[Size]) -> NetworkFacts:
-    """Parameters, bytes and FLOPs at each of these sizes of images."""
+    """Parameters, bytes, and FLOPs for each of these image sizes."""
     description = describe_network(model, channels=channels, num_classes=num_classes)
     try:
         with torch.device("meta"):
             network = new_network(description, seed=0)
         flops = {size: count_flops(network, (channels, *size)) for size in sizes}
     except Exception:
-        # Not every network can do without values: it is really built and run, and what is wrong then is really wrong.
+        # Some networks need values: build and run it for real, so that an error is a real one.
         network = new_network(description, seed=0)
         flops = {size: _count_or_refuse(network, model.name, (channels, *size)) for size in sizes}
     return NetworkFacts(
@@ -141,7 +141,7 @@ def optimizer_bytes(optimizer: Optimizer, network: NetworkFacts) -> int:
 
 
 def count_flops(network: nn.Module, shape: tuple[int, int, int]) -> int:
-    """Counted by torch, operator by operator, over a real forward pass."""
+    """Counted by torch for each operator of a forward pass."""
     device = next(network.parameters()).device
     network.train()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -1,4 +1,4 @@
-"""From params to a forecast: facts gathered, work planned, speed measured or taken as given."""
+"""From params to a forecast: gathers facts, plans the work, and measures the speed unless it is given."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def make_forecast(
     num_gpus: int | None,
     images_per_second: float | None,
 ) -> Forecast:
-    """Plan for `num_gpus`, or for this machine; all that can be refused is, before anything is measured."""
+    """Plan for `num_gpus`, or for this machine; errors come before anything is measured."""
     try:
         plan = plan_params(params, devices_here(params) if num_gpus is None else planned_devices(params, num_gpus))
         throughput = _throughput(params, plan, images_per_second)
     except SwapError as error:
-        # Where the rest of the project says params.yaml, it may be another file here.
+        # Elsewhere errors name params.yaml; here it may be another file.
         raise SwapError(f"{file}: {str(error).removeprefix('params.yaml: ')}") from None
     recipe = "" if params.recipe == file.stem else f" (recipe {params.recipe})"
     return Forecast(
@@ -57,7 +57,7 @@ def _throughput(params: Params, plan: Plan, images_per_second: float | None) -> 
         )
     if (kept := kept_rate(params, plan)) is not None:
         return kept
-    print("measuring how fast this machine trains, a few seconds …", file=sys.stderr, flush=True)
+    print("measuring this machine's training speed for a few seconds …", file=sys.stderr, flush=True)
     return measure_throughput(
         params.model,
         channels=plan.data.channels,

@@ -1,7 +1,7 @@
-"""What a params file will do: steps, samples, FLOPs, bytes and seconds, by arithmetic alone.
+"""What a params file will do: steps, samples, FLOPs and bytes, by arithmetic alone.
 
-Nothing is read, built or measured here: what is known of the data, the network, the devices and their speed comes as
-plain objects (`facts`, `throughput`), so that 16 GPUs can be planned for on a machine that has none.
+Nothing is read, built or measured here. Facts of the data, the network and the devices come as plain objects (`facts`),
+so that a machine without GPUs can plan for 16 of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FEW_IMAGES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """What is known of a data set before it is there."""
+    """Facts of a data set, which need not be there yet."""
 
     name: str
     num_train: int
@@ -43,7 +43,7 @@ class DataFacts:
     num_classes: int
     channels: int
     size: Size | None
-    """None: read from their files, which may have any size"""
+    """None: images are read from files and may have any size"""
     source: str | None
     """for people: where this was found; None: known by name"""
     copies: tuple[int, ...] = ()
@@ -61,27 +61,27 @@ class DataFacts:
 
 
 PASSES = 3
-"""that a training step costs, in forward passes: backward takes twice as long, for weights and for activations"""
+"""cost of a training step in forward passes: backward costs two, for weights and for activations"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFacts:
-    """What is known of a network before it is trained."""
+    """Facts of a network."""
 
     name: str
     num_parameters: int
     gradient_bytes: int
     """of the trainable parameters"""
     state_bytes: int
-    """parameters and buffers: what a checkpoint holds"""
+    """of parameters and buffers: the size of a checkpoint"""
     num_batch_norms: int
     flops: Mapping[Size, int]
-    """of a forward pass for one image: convolutions, matrix products and attention"""
+    """of one image's forward pass: convolutions, matrix products and attention"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What the pipeline has to run on."""
+    """Devices for the pipeline."""
 
     kind: str
     """`GPU` or `CPU core`"""
@@ -90,12 +90,12 @@ class Devices:
     """of phases 1 and 3"""
     worker: Share
     max_workers: int | None
-    """so many workers of phase 2 at once, if that is limited"""
+    """limit on workers of phase 2 that train at the same time, if any"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A part of a run in which the learning rate is a straight line and all else is constant."""
+    """A part of a run in which the learning rate is linear and everything else constant."""
 
     first_epoch: float
     last_epoch: float
@@ -124,21 +124,21 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsPlan:
-    """Phase 3: the mean of all models, then one forward pass over the training images, for every mean that is tried.
+    """Phase 3: the mean of all models, then a forward pass over the training images for every mean that is tried.
 
-    A single model stays as it is, unless it is a mean of weights itself (`ema_decay`).
+    A single model is kept as it is, unless it is a mean of weights itself (`ema_decay`).
     """
 
     processes: int
     devices: int
     num_models: int
-    """that are averaged"""
+    """models to average"""
     passes: int
-    """at most, where workers are selected"""
+    """an upper limit if workers are selected"""
     batches: int
     samples: int
     samples_of_busiest: int
-    """a batch is whole on one process, so that some may have one more than others; over all passes, as the others"""
+    """of the process with most batches (a batch is not split); over all passes, like the others"""
     flops: int
     image_size: Size
 
@@ -156,10 +156,10 @@ class Plan:
     """one of phase 2"""
     num_workers: int
     slots: int
-    """workers that train side by side"""
+    """workers that train at the same time"""
     rounds: int
     may_end_early: bool
-    """phase 1 is planned for all of its epochs, but ends when its training accuracy passes τ"""
+    """whether phase 1, planned for all of its epochs, may end before"""
     phase3: StatisticsPlan
     memory_bytes: int
     """a device's weights, with their mean if there is one, gradients and the optimizer's state, without activations; in
@@ -167,7 +167,7 @@ class Plan:
     checkpoint_bytes: int
     num_checkpoints: int
     num_kept: int
-    """models kept on the way, for the analysis"""
+    """models kept during training, for the analysis"""
     snapshot_bytes: int
     num_snapshots: int
     """of phase 1's course, which stay for other ways of leaving it"""
@@ -182,7 +182,7 @@ class Plan:
 
 
 def image_sizes(params: Params, data: DataFacts) -> tuple[Size, ...]:
-    """All sizes that occur, the first of phase 1 first."""
+    """All image sizes, beginning with phase 1's first."""
     runs: dict[str, Schedule] = {"phase1": params.phase1, "phase2": params.phase2}
     sizes = [_square(side, data) for section, given in runs.items() for side in _sides_of(section, given, data).values]
     return tuple(dict.fromkeys(sizes))
@@ -312,16 +312,16 @@ def _plan_run(
 
 
 def _sides_of(section: str, given: Schedule, data: DataFacts, *, first_epoch: int = 0) -> Steps[int]:
-    """Pixels to which images that are read from their files are brought, by epoch; images in memory are as they are."""
+    """Image size in pixels by epoch, for images read from files; images in memory are not resized."""
     if data.size is None and given.image_size is None:
         raise SwapError(
-            f"{section}.image_size is missing: the images of {data.name} are read from files of any size, so say what "
-            f"to bring them to"
+            f"{section}.image_size is missing: images of {data.name} are read from files of any size, so set the size "
+            f"to resize them to"
         )
     if data.size is not None and given.image_size is not None:
         raise SwapError(
             f"{section}.image_size has no effect on images in memory, {data.size[0]}×{data.size[1]} pixels: remove it "
-            f"(and min_scale), or set data.max_gb_in_memory: 0 to read them from their files"
+            f"(and min_scale), or set data.max_gb_in_memory: 0 to read them from files"
         )
     return by_epoch(given.image_size or 0, first_epoch=first_epoch)
 
@@ -356,7 +356,7 @@ def _plan_statistics(
     samples = data.num_train
     batches = math.ceil(samples / batch_size)
     if batches > 1 and samples % batch_size == 1:
-        batches -= 1  # one image has no variance: it joins the batch before it
+        batches -= 1  # a single image has no variance, so it joins the previous batch
     return StatisticsPlan(
         processes=devices.phase1.processes,
         devices=devices.phase1.num_devices,
@@ -387,8 +387,8 @@ def _notes(
     worker = runs[1]
     if worker.epochs and slots < num_workers:
         notes.append(
-            f"{num_workers} workers share {counted(slots, 'slot')}: they train in "
-            f"{counted(math.ceil(num_workers / slots), 'round')}, one after another"
+            f"only {slots} of {num_workers} workers can train at the same time: they take "
+            f"{counted(math.ceil(num_workers / slots), 'round')}"
         )
     idle = devices.count - slots * worker.devices
     if worker.epochs and idle:
@@ -397,11 +397,11 @@ def _notes(
         smallest = min((stretch.batch_per_shard for stretch in run.stretches), default=_FEW_IMAGES)
         if smallest < _FEW_IMAGES:
             notes.append(
-                f"{run.section}: {counted(smallest, 'image')} a shard are few for batch norm, which normalises each "
-                f"shard on its own; take larger batches or fewer shards"
+                f"{run.section}: {counted(smallest, 'image')} per shard are few for batch norm, which normalises each "
+                f"shard separately: use larger batches or fewer shards"
             )
     if not network.num_batch_norms:
-        notes.append("the network has no batch norm: phase 3 averages and has no statistics to compute")
+        notes.append("the network has no batch norm: phase 3 only averages")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""A plan for people, in 80 columns, and as JSON."""
+"""A plan as text, 80 columns wide, and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {"phase1": "phase 1", "phase2": "phase 2"}
 
 
 def json_of(forecast: Forecast) -> str:
-    """All numbers, with the names that they have in code."""
+    """All numbers, under their names in the code."""
     plan = forecast.plan
     network = {
         **_fields(plan.network),
@@ -48,7 +48,7 @@ def _plain(value: Any) -> Any:
 
 
 def text_of(forecast: Forecast) -> str:
-    """What will be done, how it goes over time, and how long it takes."""
+    """Facts, work, schedules and expected times."""
     plan = forecast.plan
     return "\n".join(
         [
@@ -85,7 +85,7 @@ def _facts(plan: Plan) -> Iterator[str]:
         f"{data.num_classes:,} classes{f' ({data.source})' if data.source else ''}",
         "network": f"{network.name}: {network.num_parameters:,} parameters",
         "FLOP": "\n".join(
-            f"{_si(flops)} forward, about {PASSES} times that in training, for an image of {_pixels(size)} px"
+            f"{_si(flops)} forward, about {PASSES} times that in training, per image of {_pixels(size)} px"
             for size, flops in network.flops.items()
         ),
         "memory": f"{_bytes(plan.memory_bytes)} on each device for weights, gradients and the optimizer's state; "
@@ -115,7 +115,7 @@ def _what_is_read(plan: Plan) -> str:
 def _kept(plan: Plan) -> str:
     if not plan.num_kept:
         return ""
-    return f" and {_bytes(plan.num_kept * plan.checkpoint_bytes)} for {plan.num_kept} kept on the way"
+    return f" and {_bytes(plan.num_kept * plan.checkpoint_bytes)} for {plan.num_kept} kept during training"
 
 
 def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -159,7 +159,7 @@ def _work(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _over_time(plan: Plan) -> Iterator[tuple[str, ...]]:
-    yield "", "epochs", "learning rate", "batch", "a shard", "image", "steps"
+    yield "", "epochs", "learning rate", "batch", "shard", "image", "steps"
     for run in (plan.phase1, plan.worker):
         for index, part in enumerate(run.stretches):
             rates = dict.fromkeys((f"{part.first_rate:.4g}", f"{part.last_rate:.4g}"))
@@ -177,12 +177,12 @@ def _over_time(plan: Plan) -> Iterator[tuple[str, ...]]:
 def _speed(plan: Plan, throughput: Throughput) -> str:
     rate = throughput.images_per_second
     text = (
-        f"Time of training alone, at {rate:,.{0 if rate >= 100 else 2}f} images a second on each device at "
-        f"{_pixels(throughput.image_size)} px ({throughput.source}). Assumed: n devices are n times as fast, other "
-        f"sizes and phase 3 take time as they take FLOP, and reading images keeps up."
+        f"Time of training alone, at {rate:,.{0 if rate >= 100 else 2}f} images/s per device at "
+        f"{_pixels(throughput.image_size)} px ({throughput.source}). This assumes that n devices are n times as fast, "
+        f"that time is proportional to FLOP, and that reading images keeps up."
     )
     if throughput.measured_on not in (None, plan.devices.kind):
-        text += f" That was a {throughput.measured_on}, not a {plan.devices.kind}: give --images-per-second for one."
+        text += f" That was a {throughput.measured_on}, not a {plan.devices.kind}: pass --images-per-second for one."
     return text
 
 
@@ -215,7 +215,7 @@ def _pixels(size: Size) -> str:
 
 
 def _aligned(rows: Iterator[tuple[str, ...]], *, left: int) -> list[str]:
-    """Columns of equal width: the first `left` ones flush left, the others right."""
+    """Aligned columns: the first `left` ones to the left, the others to the right."""
     table = list(rows)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
 

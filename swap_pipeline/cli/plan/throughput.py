@@ -1,4 +1,4 @@
-"""How many images a second this machine trains, measured in a few seconds on made-up images."""
+"""Training speed of this machine, measured for a few seconds on synthetic images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from swap_pipeline.runtime.job_folder import scratch_root
 from swap_pipeline.storage.files import read_json, write_json
 from swap_pipeline.training.optimizers.named import new_optimizer
 
-# The batch is doubled while a step stays below this, so that neither time nor memory gets out of hand.
+# The batch is doubled while a step takes less than this, which limits time and memory.
 _STEP_SECONDS = 0.4
 _TIMED_SECONDS = 2.0
 _LARGEST_BATCH = 512
@@ -44,21 +44,21 @@ def measure_throughput(
     optimizer: Optimizer,
     compute: Compute,
 ) -> Throughput:
-    """Time real steps of forward pass, backward pass and SGD on one device: a GPU, or a core of the CPU.
+    """Time real training steps on one device: a GPU, or a core of the CPU.
 
-    Reading and augmenting images is not in it, nor are torch.compile, which would take minutes here, and the exchange
-    of gradients between devices.
+    Excludes reading and augmenting images, torch.compile, which would take minutes here, and communication of
+    gradients.
     """
     device = torch.device(local_machine().device_type)
     precision = resolve(compute.precision, device)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what the launcher sets: repeatable sums need it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the launcher does, for deterministic sums
     network = new_network(describe_network(model, channels=channels, num_classes=num_classes), seed=0)
     set_up(network, compute, Group(rank=0, world_size=1, device=device))
     network.train()
     layout = torch.channels_last if compute.channels_last else torch.contiguous_format
     stepper, finite = new_optimizer(network, optimizer, Scaler("fp32", device)), torch.zeros((), device=device)
 
-    # On a CPU, what this process has computed counts, and not how long it waited for other programs.
+    # On a CPU, count this process's CPU time, not the time it waited for other programs.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
 
     def steps_of(size: int) -> Callable[[], float]:
@@ -95,14 +95,14 @@ def measure_throughput(
 
 
 def keep_rate(params: Params, plan: Plan, images_per_second: float) -> None:
-    """Leave what `swap doctor --gpu` has measured for plans of these params, here or where there is no GPU."""
+    """Save what `swap doctor --gpu` has measured for plans of these params."""
     key, rates = _key(params, plan), _rates()
     rates[key] = {"images_per_second": images_per_second, "gpu": torch.cuda.get_device_name()}
     write_json(_rates_file(), rates)
 
 
 def kept_rate(params: Params, plan: Plan) -> Throughput | None:
-    """What was kept, for a plan on GPUs."""
+    """A saved measurement, for a plan on GPUs."""
     found = _rates().get(_key(params, plan)) if plan.devices.kind == "GPU" else None
     if not isinstance(found, dict) or not isinstance(found.get("images_per_second"), float):
         return None
@@ -127,16 +127,16 @@ def _rates() -> dict[str, Any]:
 
 
 def _key(params: Params, plan: Plan) -> str:
-    """All that the rate depends on, apart from the GPU."""
+    """Everything that the speed depends on, except the GPU."""
     first = plan.phase1.stretches[0]
     images = [plan.data.channels, *first.image_size, plan.data.num_classes, first.batch_per_shard]
     return json.dumps([asdict(params.model), asdict(params.compute), images], sort_keys=True)
 
 
 def _largest_quick_batch(limit: int, steps_of: Callable[[int], Callable[[], float]]) -> tuple[int, Callable[[], float]]:
-    """A batch size and its step, warmed up: at most `limit` images, and no more than a step does quickly."""
+    """A batch size of at most `limit` whose step is quick, and that step, warmed up."""
     size, step = 2, steps_of(2)
-    step()  # the first one takes longer
+    step()  # warm-up
     while step() < _STEP_SECONDS and size < limit:
         try:
             larger = steps_of(min(2 * size, limit))
@@ -149,7 +149,7 @@ def _largest_quick_batch(limit: int, steps_of: Callable[[int], Callable[[], floa
 
 @contextlib.contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """A worker on a CPU has one core and one thread."""
+    """As for a worker on a CPU."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

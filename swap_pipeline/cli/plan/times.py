@@ -14,14 +14,14 @@ class Throughput:
     images_per_second: float
     image_size: Size
     source: str
-    """for people: where the number comes from"""
+    """for the user: where the number comes from"""
     measured_on: str | None
-    """`GPU` or `CPU core`; None: not measured, but given"""
+    """`GPU` or `CPU core`; None if given by the user"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Seconds on the clock, and seconds of all devices that are busy meanwhile."""
+    """Wall-clock seconds, and device-seconds."""
 
     seconds: float
     device_seconds: float
@@ -29,21 +29,21 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long everything takes."""
+    """Expected times of all phases."""
 
     phase1: Expected
     worker: Expected
     phase2: Expected
     phase3: Expected
     total: Expected
-    """all of SWAP on the devices of the plan"""
+    """of all phases on the plan's devices"""
     critical_path: float
-    """seconds with devices for every worker at the same time, as in the report of a run"""
+    """seconds with devices for all workers at the same time, as in the report"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """All that `swap plan` shows."""
+    """Everything that `swap plan` shows."""
 
     title: str
     plan: Plan
@@ -52,7 +52,7 @@ class Forecast:
 
 
 def expected_times(plan: Plan, throughput: Throughput) -> Times:
-    """Seconds of training alone. n devices are taken to be n times as fast, and time to grow with the FLOPs."""
+    """Seconds of training alone, assuming that n devices are n times as fast and that time is proportional to FLOPs."""
     flops = plan.network.flops
     flops_per_second = throughput.images_per_second * PASSES * flops[throughput.image_size]
 

@@ -1,4 +1,4 @@
-"""What a Slurm cluster has for this project: the allocation that this process is in, or what `cluster.yaml` says."""
+"""A Slurm cluster's nodes: those of the allocation that this process is in, or those in `cluster.yaml`."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _OURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`cluster.yaml`: what a job may have, and what `sbatch` is to be told."""
+    """`cluster.yaml`: what a job may use, and options of `sbatch`."""
 
     machine: Machine
-    """the nodes that phases 1 and 3 have together"""
+    """the nodes that phases 1 and 3 use together"""
     gpu_type: str
     max_requeues: int
     signal_seconds: int
     options: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """of sbatch, by stage; `all` for every stage; an option without a value has None, one taken back is empty"""
+    """of sbatch, by stage; `all` is for every stage; None for an option without a value, empty for one to leave out"""
 
     def options_of(self, stage: str) -> dict[str, str | None]:
         both = {**self.options.get("all", {}), **self.options.get(stage, {})}
@@ -62,13 +62,13 @@ def file() -> Path:
 
 
 def read() -> Cluster:
-    """Read and check `cluster.yaml`; a mistake is named with its entry and the way out."""
+    """Read and check `cluster.yaml`; errors name the entry and the fix."""
     try:
         return parse(read_yaml(file(), max_bytes=1 << 18))
     except FileNotFoundError:
         raise SwapError(
             f"SWAP_LAUNCHER is sbatch, but there is no {file()}: "
-            f"copy cluster.example.yaml there and write what your cluster has"
+            f"copy cluster.example.yaml there and edit it for your cluster"
         ) from None
     except OSError as error:
         raise SwapError(f"{file()} cannot be read: {error.strerror or error}") from None
@@ -87,7 +87,7 @@ def parse(tree: Any) -> Cluster:
     cores = _whole(tree, "cpus_per_node")
     gpu_type = tree.get("gpu_type") or ""
     if not isinstance(gpu_type, str):
-        raise _wrong("gpu_type", gpu_type, "write a name, as `sinfo -o %G` shows it")
+        raise _wrong("gpu_type", gpu_type, "write a name as shown by `sinfo -o %G`")
     return Cluster(
         machine=Machine(
             device_type=device_type,
@@ -110,7 +110,7 @@ def _options(sections: Any) -> dict[str, dict[str, str | None]]:
         if section not in ("all", *_STAGES):
             raise SwapError(f"cluster.yaml: there is no sbatch.{section}: choose from all, {', '.join(_STAGES)}")
         if not isinstance(options or {}, dict):
-            raise _wrong(f"sbatch.{section}", options, "write options of sbatch, as in partition: gpu")
+            raise _wrong(f"sbatch.{section}", options, "write options of sbatch, such as partition: gpu")
         checked[section] = dict(_option(section, *pair) for pair in (options or {}).items())
     return checked
 
@@ -119,7 +119,7 @@ def _option(section: str, key: Any, value: Any) -> tuple[str, str | None]:
     name = str(key).removeprefix("--").replace("_", "-")
     where = f"sbatch.{section}.{key}"
     if not re.fullmatch(r"[a-z][a-z-]+", name):
-        raise SwapError(f"cluster.yaml: {where} is not a long option of sbatch: write partition for -p, and so on")
+        raise SwapError(f"cluster.yaml: {where} is not a long option of sbatch: for example, write partition, not p")
     if name in _OURS:
         raise SwapError(f"cluster.yaml: {where} may not be set: {_OURS[name]}")
     if value is True or value is None:
@@ -127,7 +127,7 @@ def _option(section: str, key: Any, value: Any) -> tuple[str, str | None]:
     if value is False:
         return name, ""
     if name == "time" and isinstance(value, int):
-        # 12:00:00 without quotes is a number to some readers of YAML, and minutes to sbatch.
+        # Some YAML parsers read 12:00:00 without quotes as a number, which sbatch takes for minutes.
         raise _wrong(where, value, 'write it in quotes: "12:00:00"')
     if isinstance(value, list | dict) or "\n" in str(value):
         raise _wrong(where, value, "write one value")
@@ -153,10 +153,10 @@ def num_allocated_nodes() -> int:
 
 
 def allocation() -> Machine:
-    """The nodes of the Slurm allocation that this process is in; of unequal ones, what each of them has."""
+    """The nodes of the Slurm allocation that this process is in; if they differ, what all of them have."""
     if "SLURM_JOB_ID" not in os.environ:
         raise SwapError(
-            "SWAP_LAUNCHER is srun, but this is no Slurm job: start it with salloc or sbatch, as in README.md"
+            "SWAP_LAUNCHER is srun, but this is not a Slurm job: start it with salloc or sbatch (docs/clusters.md)"
         )
     nodes, gpus = num_allocated_nodes(), 0 if environment.wanted_device() == "cpu" else _gpus_on_node()
     # `4(x2),2`: two nodes with 4 cores each and one with 2
@@ -173,13 +173,13 @@ def _of_the_job(name: str) -> str:
 
 
 def is_on_allocated_node() -> bool:
-    """Whether this process is on a node of its Slurm job; `salloc` runs what it is given where it was called."""
+    """Whether this process is on a node of its Slurm job; `salloc` runs its command where it was called."""
     return "SLURMD_NODENAME" in os.environ
 
 
 def _gpus_on_node() -> int:
-    """As Slurm says it: a batch script is told how many it has, a shell of `salloc` what was asked for, if in words
-    of its own; `--gres` is known to the controller alone."""
+    """From Slurm's variables: a batch script has the number, a shell of `salloc` the request, in several forms. Only
+    the controller knows about `--gres`."""
     nodes = num_allocated_nodes()
     if on_node := _number("SLURM_GPUS_ON_NODE") or _number("SLURM_GPUS_PER_NODE"):
         return on_node
@@ -187,9 +187,9 @@ def _gpus_on_node() -> int:
         return _on_each(total, nodes)
     try:
         description = ask("scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"])
-    except SwapError as error:  # never to be taken for a job without GPUs, which trains on CPU
+    except SwapError as error:  # must not look like a job without GPUs, which would train on CPU
         raise SwapError(
-            f"{error}: so it is not known whether this job has GPUs; run `dvc repro` again, "
+            f"{error}: cannot tell whether this job has GPUs; run `dvc repro` again, "
             f"with SWAP_DEVICE=cpu if it has none"
         ) from None
     return gpus_in(description, nodes=nodes)
@@ -203,12 +203,12 @@ def _number(variable: str) -> int:
 
 def _on_each(total: int, nodes: int) -> int:
     if 0 < total < nodes:
-        raise SwapError(f"this job has {nodes} nodes, but GPUs: {total}: ask for --gpus-per-node, or for fewer nodes")
+        raise SwapError(f"this job has {nodes} nodes but {total} GPUs: request --gpus-per-node, or fewer nodes")
     return total // nodes
 
 
 def gpus_in(description: str, *, nodes: int) -> int:
-    """GPUs on each node, in what `scontrol show job` prints: what was asked for a node, or what all have."""
+    """GPUs per node in the output of `scontrol show job`: requested per node, or the total divided by the nodes."""
 
     def number(key: str) -> int:
         found = re.search(rf"\b{key}=\S*?gpu(?::[\w.-]+)?[:=](\d+)(?![\w.:=-])", description, re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Questions to Slurm, and patience with a controller that does not answer."""
+"""Running Slurm's commands, also while its controller does not answer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _SILENT = ("contact slurm controller", "timed out", "zero bytes", "connection fa
 
 
 class SilentControllerError(SwapError):
-    """Slurm does not answer."""
+    """Slurm did not answer."""
 
 
 def ask(*command: str) -> str:
-    """What one of Slurm's commands prints; what it says of an error becomes one."""
+    """What one of Slurm's commands prints; its error message becomes a `SwapError`."""
     if shutil.which(command[0]) is None:
         raise SwapError(
-            f"{command[0]} is not on PATH: start this where Slurm's commands are, on a login node or in a job of the "
-            f"cluster, or set SWAP_LAUNCHER=local"
+            f"{command[0]} is not on PATH: run this on a login node of the cluster or in one of its jobs, "
+            f"or set SWAP_LAUNCHER=local"
         )
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=_outside_of_jobs())
@@ -38,32 +38,32 @@ def ask(*command: str) -> str:
 
 
 def _outside_of_jobs() -> dict[str, str]:
-    """The environment without what Slurm says of a job that this launcher may be in, which a new job would take for its
-    own (number of restarts, place in an array), and without a user's filters for his looks at the queue."""
+    """The environment without variables of a Slurm job that this launcher may be in, which a new job would take for its
+    own (number of restarts, array index), and without the user's default filters for squeue."""
     foreign = ("SLURM_", "SQUEUE_")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign) or name == "SLURM_CONF"}
 
 
 class Patience:
-    """With a controller that does not answer, for SWAP_TIMEOUT_MINUTES."""
+    """How long to wait for a controller that does not answer: SWAP_TIMEOUT_MINUTES."""
 
     def __init__(self) -> None:
         self._silent_since: float | None = None
         self._pause = 0.5
 
     def renew(self) -> None:
-        """It has answered."""
+        """To be called when it has answered."""
         self._silent_since, self._pause = None, 0.5
 
     def seconds_to_wait(self, error: SwapError, display: Display) -> float:
-        """Until it is asked again; raises an error if that has been going on for too long."""
+        """Until the next attempt; raises an error if it has been silent for too long."""
         now, minutes = time.monotonic(), environment.timeout_minutes()
         self._silent_since = self._silent_since or now
         if now - self._silent_since > 60 * minutes:
             raise SwapError(
-                f"{error}, for {minutes:g} minutes (SWAP_TIMEOUT_MINUTES): nothing is lost, `dvc repro` goes on with "
-                f"what was submitted when Slurm answers again"
+                f"{error}, for {minutes:g} minutes (SWAP_TIMEOUT_MINUTES): nothing is lost; when Slurm answers again, "
+                f"`dvc repro` finds the submitted jobs"
             ) from None
-        display.say_once(f"{error}: waiting for it to come back; jobs that run go on meanwhile")
+        display.say_once(f"{error}: waiting for it; running jobs are not affected")
         pause, self._pause = self._pause, min(1.5 * self._pause, 10)
         return min(pause, 60 * minutes / 4)

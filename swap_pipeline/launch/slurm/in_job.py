@@ -1,7 +1,7 @@
 """python -m swap_pipeline.launch.slurm.in_job .swap/phase1/<fingerprint>
 
-What a submitted Slurm job runs: the ranks of one job, as its launcher described it in that folder. When the time is
-nearly up or its place is needed, it has them leave a snapshot and puts itself back into the queue.
+What a submitted Slurm job runs: the ranks of the job that its launcher described in that folder. Shortly before the
+time limit, or when preempted, it has them write a snapshot and requeues itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _run(job: Job, signals: list[int]) -> int:
-    """Start the ranks and wait for them; a signal becomes a word to them."""
+    """Start the ranks and wait for them; after a signal, ask them to stop."""
     folder = job.folder.path
     command, variables = for_one_node(job, parent=os.getpid()) if job.nodes == 1 else step(job)
     with (folder / STDOUT_FILE).open("ab") as out, (folder / STDERR_FILE).open("ab") as err:
@@ -63,12 +63,12 @@ def _run(job: Job, signals: list[int]) -> int:
 
 
 def _requeue() -> bool:
-    """Back into the queue, unless Slurm is ending this job anyway: cancelled, or about to be started again."""
+    """Requeue this job, unless Slurm is already ending it: it was cancelled, or is being requeued."""
     number = os.environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in os.environ:
-        # The last task has the number of the whole array, by which all its tasks would start again.
+        # The last task's job id is that of the array: requeueing that would restart all tasks.
         number = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    for _ in range(_ATTEMPTS):  # the controller may be away for a moment
+    for _ in range(_ATTEMPTS):  # the controller may be down for a moment
         state = _ask("squeue", "--noheader", "--jobs", number, "--format", "%T")
         if state is not None and state.strip() != "RUNNING":
             return False
@@ -79,7 +79,7 @@ def _requeue() -> bool:
 
 
 def _ask(*command: str) -> str | None:
-    """What Slurm answers; None, with its word in the log, if it does not."""
+    """Slurm's answer; None if it fails, with its error in the log."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -89,10 +89,10 @@ def _ask(*command: str) -> str | None:
 
 
 def _give_up(job: Job, limit: int) -> int:
-    """Jobs that never get anywhere must not come back for ever."""
+    """A job that makes no progress must not be requeued forever."""
     text = (
-        f"{job.name}: its Slurm job was requeued {limit} times and is not done: "
-        f"raise sbatch.{job.instance.stage}.time or max_requeues in cluster.yaml, then `dvc repro` resumes from here"
+        f"{job.name}: its Slurm job was requeued {limit} times and is not done: raise "
+        f"sbatch.{job.instance.stage}.time or max_requeues in cluster.yaml, then run `dvc repro`, which resumes it"
     )
     (job.folder.path / f"{SAID}_0.txt").write_text(text, encoding="utf-8")
     (job.folder.path / CODE_FILE).write_text("1\n")

@@ -1,4 +1,4 @@
-"""Jobs in Slurm's queue: under which name they were submitted, and what has become of them."""
+"""Jobs in Slurm's queue: the names under which they were submitted, and their states."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from swap_pipeline.storage.files import read_json
 
 TICKET = "slurm_job"
 LOGS = "slurm"
-"""in scratch: what Slurm itself has to say of jobs"""
+"""in scratch: Slurm's own logs of jobs"""
 OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
 LAG_SECONDS = 60
-"""after which a finished job's files are to be seen here too; NFS may remember so long that there are none"""
+"""how long a finished job's files may stay invisible here: NFS caches that a file does not exist"""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a job was submitted as: a name like no other, and its place if that is an array."""
+    """What a job was submitted as: a unique name, and its index in an array."""
 
     name: str
     index: int | None
 
     @property
     def log(self) -> Path:
-        """What Slurm itself has to say of the job."""
+        """Slurm's own log of the job."""
         place = "" if self.index is None else f"-{self.index}"
         return scratch_root() / LOGS / f"{self.name}{place}.log"
 
 
 @dataclass(frozen=True)
 class State:
-    """Of a job in the queue."""
+    """A job's state in the queue."""
 
     id: str
     """`12`, or `12_1` in an array"""
@@ -53,7 +53,7 @@ class State:
 
 
 class Queue:
-    """Slurm's queue, looked at now and then."""
+    """Slurm's queue, polled now and then."""
 
     def __init__(self) -> None:
         self.states: dict[Ticket, State] = {}
@@ -62,7 +62,7 @@ class Queue:
         self._patience = Patience()
 
     def look(self, names: Collection[str]) -> dict[Ticket, State]:
-        """What has become of jobs of these names, as far as Slurm remembers."""
+        """States of jobs of these names, as far as Slurm remembers them."""
         if not names:
             return {}
         lines = ask("squeue", "-h", "-r", "-t", "all", "--name", ",".join(names), "-o", "%i|%j|%T|%P|%r|%K")
@@ -74,13 +74,13 @@ class Queue:
         return found
 
     def refresh(self, names: Collection[str], display: Display) -> bool:
-        """Look again if it is time to; whether anything changed. A controller that is down is waited for."""
+        """Poll if it is time to; returns whether anything changed. Waits for a controller that is down."""
         if not names or time.monotonic() < self._next:
             return False
         began = time.monotonic()
         try:
             found = self.look(names)
-        except SwapError as error:  # whatever it is: nobody is to lose a night for one bad answer
+        except SwapError as error:  # whatever it is, one bad answer must not end a night's run
             self._next = time.monotonic() + self._patience.seconds_to_wait(error, display)
             return False
         self._patience.renew()
@@ -92,7 +92,7 @@ class Queue:
         return changed
 
     def place(self, states: Iterable[State]) -> str:
-        """Of the first of these jobs that wait, among all that wait for the same partition."""
+        """Place of the first of these pending jobs among all that are pending in its partition."""
         ids = [state.id for state in states]
         partition = next(iter(states)).partition
         line = ask("squeue", "-h", "-r", "-t", "PENDING", "-p", partition, "--sort=-p,i", "-o", "%i").split()
@@ -101,7 +101,7 @@ class Queue:
 
 
 def is_in_queue(folder: Path) -> bool:
-    """Whether the job of this folder may be waiting or running: also if Slurm does not say."""
+    """Whether the job of this folder may be pending or running; also true if Slurm does not answer."""
     ticket = ticket_in(folder)
     if ticket is None or JobFolder(folder).is_complete or shutil.which("squeue") is None:
         return False
@@ -120,7 +120,7 @@ def ticket_in(folder: Path) -> Ticket | None:
 
 
 class Submitted:
-    """A job in Slurm's hands."""
+    """A submitted job."""
 
     def __init__(self, job: Job, lock: Lock, ticket: Ticket, queue: Queue, number: str) -> None:
         self.job = job
@@ -135,7 +135,7 @@ class Submitted:
 
     @property
     def state(self) -> State | None:
-        """As last seen; None: not seen yet."""
+        """As last seen; None if not seen yet."""
         self._last = self._queue.states.get(self.ticket) or self._last
         return self._last
 
@@ -147,13 +147,13 @@ class Submitted:
             self._over_since = None
             return False
         self._over_since = self._over_since or time.monotonic()
-        # Where several machines share files, one sees late what another has written: after code 0, the result.
+        # On a shared file system, what another machine has written shows up late: after code 0, the result may.
         last_word = self._code or (now and now.word not in ("COMPLETED", "FAILED"))
         return bool(last_word) or time.monotonic() - self._over_since > LAG_SECONDS
 
     @property
     def _code(self) -> int | None:
-        """Exit code of the ranks; None: not known here."""
+        """Exit code of the ranks; None if not known here yet."""
         try:
             return int((self.job.folder.path / CODE_FILE).read_text())
         except (OSError, ValueError):
@@ -168,28 +168,28 @@ class Submitted:
         there = [str(log) for log in (job.folder.path / STDERR_FILE, self.ticket.log) if log.exists()]
         logs = f"logs: {' and '.join(there) or 'none'}"
         if word == "CANCELLED":
-            again = "`dvc repro` submits it again and goes on from its last snapshot"
+            again = "`dvc repro` submits it again and resumes from its last snapshot"
             return Failure(f"{job.name}: its Slurm job {number} was cancelled: {again}", may_pass=False)
         if word == "OUT_OF_MEMORY":
             fix = f"raise sbatch.{job.instance.stage}.mem in cluster.yaml"
             return Failure(f"{job.name}: its Slurm job {number} ran out of memory: {fix}\n{logs}", may_pass=False)
         if word == "TIMEOUT":
             fix = f"raise sbatch.{job.instance.stage}.time, or signal_seconds, in cluster.yaml"
-            text = f"{job.name}: the time of its Slurm job {number} ran out before it could stop: {fix}\n{logs}"
-            # A job that stops nowhere in between would take as long again, and get no further.
+            text = f"{job.name}: its Slurm job {number} hit its time limit before it could stop: {fix}\n{logs}"
+            # A job without snapshots would take as long again and get no further.
             return Failure(text, may_pass=job.folder.can_go_on)
         code = self._code
         if code is None:
-            first = f"{job.name}: its Slurm job {number} ended ({word.lower()}) without a word; {logs}"
+            first = f"{job.name}: its Slurm job {number} ended ({word.lower()}) without an error message; {logs}"
             return Failure("\n".join([first, *tail(self.ticket.log)]), may_pass=True)
         failure = why_incomplete(job, code)
-        if failure is None:  # the result has come into sight just now
+        if failure is None:  # the result has just become visible
             return None
         text = failure.text if failure.text.startswith(job.name) else f"{job.name}: {failure.text}"
         return Failure(f"{text}\n{logs} (Slurm job {number})", failure.may_pass)
 
     def ask_to_end(self) -> None:
-        """It is for the user to say; see `Sbatch.interrupted`."""
+        """Nothing: the user decides, see `Sbatch.interrupted`."""
 
     def end(self) -> None:
         self.release()

@@ -1,7 +1,7 @@
 """Jobs of a Slurm cluster, submitted from a login node with `sbatch` and waited for.
 
-Jobs of one shape go as one array, each task of which starts as soon as there is room for it. A file in a job's folder
-says under which name it was submitted; whoever starts the same job again looks for it in the queue first.
+Jobs of one shape form one array, whose tasks start as soon as there is room for them. A file in a job's folder has the
+name under which it was submitted; a launcher that starts the same job again looks for it in the queue first.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Sbatch:
         self._next_start = 0.0
         self._at_work: list[Submitted] = []
         self._starting: list[Job] = []
-        """of which it is not known yet whether Slurm has them"""
+        """of which it is not yet known whether Slurm has accepted them"""
         self._said = ""
         self._waits, self._next_place = False, 0.0
 
     def start(self, jobs: Sequence[Job], *, room: int, display: Display) -> list[Submitted]:
-        """All of the jobs at once: it is for Slurm to say when each of them has its turn.
+        """Submit all jobs at once: Slurm decides when each of them runs.
 
-        None of them while Slurm does not answer. What it has taken all the same is found at the next try.
+        While Slurm does not answer, none is started. Jobs that it accepted nevertheless are found at the next attempt.
         """
         if time.monotonic() < self._next_start:
             return []
@@ -79,7 +79,7 @@ class Sbatch:
         return started
 
     def _find(self, claimed: Sequence[tuple[Job, Lock]], display: Display) -> list[Submitted]:
-        """Those that an earlier launcher submitted and that are not over."""
+        """Those that an earlier launcher submitted and that are still pending or running."""
         tickets = {job: ticket for job, _ in claimed if (ticket := ticket_in(job.folder.path))}
         states = self._settled({ticket.name for ticket in tickets.values()}, display)
         alive = [
@@ -89,14 +89,12 @@ class Sbatch:
         ]
         for work in alive:
             state = states[work.ticket]
-            display.say(
-                f"{work.job.name}: Slurm job {state.id} is at this already ({state.word.lower()}), waiting for it"
-            )
+            display.say(f"{work.job.name}: Slurm job {state.id} is already {state.word.lower()}, waiting for it")
         self._queue.states |= states
         return alive
 
     def _settled(self, names: Collection[str], display: Display) -> dict[Ticket, State]:
-        """What has become of jobs of these names; of one that is ending, whether it comes back."""
+        """States of jobs of these names; waits for those that are completing, since they may be requeued."""
         deadline = time.monotonic() + LAG_SECONDS
         while True:
             try:
@@ -119,7 +117,7 @@ class Sbatch:
         for job, ticket in zip(jobs, tickets, strict=True):
             forget_last_attempt(job)
             save(job, max_requeues=self._cluster.max_requeues)
-            # Before it is submitted: a launcher that is killed in between leaves a job that can be found.
+            # Before it is submitted, so that the job can be found if the launcher is killed in between.
             write_json(job.folder.path / TICKET, {"name": ticket.name, "index": ticket.index})
         tickets[0].log.parent.mkdir(parents=True, exist_ok=True)
         command = self._command(jobs, tickets)
@@ -131,8 +129,8 @@ class Sbatch:
             raise
         except SwapError as error:
             raise SwapError(
-                f"{jobs[0].name} could not be submitted ({error}): look at cluster.yaml and `sinfo`, "
-                f"then `dvc repro` again; nothing is lost"
+                f"{jobs[0].name} could not be submitted ({error}): check cluster.yaml and `sinfo`, "
+                f"then run `dvc repro` again; nothing is lost"
             ) from None
         what = jobs[0].name if len(jobs) == 1 else f"{len(jobs)} × {jobs[0].instance.stage}"
         display.say(f"{what}: submitted as Slurm job {number}")
@@ -185,12 +183,12 @@ class Sbatch:
             display.say(f"Slurm jobs of {self._at_work[0].job.instance.stage}: {line}")
 
     def interrupted(self, number: int, display: Display) -> str:
-        """Ctrl-C at a terminal asks; whatever else ends the launcher leaves the jobs alone."""
+        """Ctrl-C at a terminal asks whether to cancel the jobs; any other signal leaves them running."""
         numbers = [work.number for work in self._at_work if not work.released]
         unsure = ", ".join(job.name for job in self._starting if ticket_in(job.folder.path))
         perhaps = f"{unsure} may have been submitted, `dvc repro` finds it if so" if unsure else ""
         if not numbers:
-            return f"interrupted: {perhaps or 'no Slurm job is at work'}"
+            return f"interrupted: {perhaps or 'no Slurm job is running'}"
         return f"{self._interrupted(numbers, number, display)}{f'; {perhaps}' if perhaps else ''}"
 
     def _interrupted(self, numbers: Sequence[str], signal_number: int, display: Display) -> str:
@@ -200,12 +198,12 @@ class Sbatch:
         except Interrupted:
             wanted = False
         if not wanted:
-            return f"interrupted: Slurm jobs {ids} go on, `dvc repro` finds them again; `scancel` ends them"
+            return f"interrupted: Slurm jobs {ids} continue, `dvc repro` finds them again; `scancel` ends them"
         try:
             ask("scancel", *numbers)
         except SwapError as error:
-            return f"interrupted, but not cancelled ({error}): Slurm jobs {ids} go on, `dvc repro` finds them again"
-        return "interrupted, jobs cancelled: `dvc repro` submits them again and goes on from their last snapshots"
+            return f"interrupted, but not cancelled ({error}): Slurm jobs {ids} continue, `dvc repro` finds them again"
+        return "interrupted, jobs cancelled: `dvc repro` submits them again and resumes from their last snapshots"
 
 
 def _shape(job: Job) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
-"""Jobs inside a Slurm allocation, each a job step: `srun` starts torchrun once on every node it has.
+"""Jobs inside a Slurm allocation, each a job step: `srun` starts torchrun once per node.
 
-Steps that find no free devices are queued by Slurm itself.
+Slurm itself queues steps for which there are no free devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swap_pipeline.launch.torchrun import PORT
 from swap_pipeline.runtime.progress import PROGRESS_FILE
 from swap_pipeline.runtime.stop_request import STOP_FILE, STOPPABLE
 
-# `srun` takes these for its own options, but they describe the allocation, or the step that a shell of `salloc` is.
+# `srun` would take these as its own options, but they describe the allocation, or the step that a `salloc` shell is.
 _OF_THE_ALLOCATION = (
     "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
@@ -54,9 +54,9 @@ _OF_THE_ALLOCATION = (
     "CUDA_VISIBLE_DEVICES",  # Slurm sets it for each step
 )
 _NO_STEP = 0xFFFFFFF0
-"""from here on, numbers mean batch scripts, shells of `salloc` and the like"""
+"""step ids from here on are batch scripts, `salloc` shells and the like"""
 _PATIENCE_SECONDS = 10
-"""for a step to leave a snapshot when it is asked to end"""
+"""for a step that is asked to stop to write a snapshot"""
 
 
 def step(job: Job, *, memory_share: float | None = None) -> tuple[list[str], dict[str, str]]:
@@ -71,7 +71,7 @@ def step(job: Job, *, memory_share: float | None = None) -> tuple[list[str], dic
         command += ["--gpus-per-node", str(per_node)]
     memory = os.environ.get("SLURM_MEM_PER_NODE", "")
     if memory_share is not None and memory.isdecimal() and int(memory):
-        # A step takes the memory of the whole allocation if nothing is said, and leaves none for those beside it.
+        # By default a step takes all memory of the allocation and leaves none for steps beside it.
         command += ["--mem", str(max(1, int(int(memory) * memory_share)))]
     extra = {**variables(job, parent=0), STOPPABLE: "1"}
     python = [sys.executable, "-m"]
@@ -87,10 +87,10 @@ def step(job: Job, *, memory_share: float | None = None) -> tuple[list[str], dic
     if job.nodes == 1:
         torchrun += ["--standalone"]
     else:
-        # Unlike any other step's, also an earlier one of the same job, whose processes may not be gone yet.
+        # Differs from an earlier step of the same job too, whose processes may not have exited yet.
         meeting = f"{os.environ['SLURM_JOB_ID']}.{job.folder.path.name}.{secrets.token_hex(4)}"
         torchrun += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", meeting]
-        extra[PORT] = str(20000 + zlib.crc32(meeting.encode()) % 12000)  # below those that Linux gives out by itself
+        extra[PORT] = str(20000 + zlib.crc32(meeting.encode()) % 12000)  # below Linux's ephemeral ports
     torchrun += ["--nproc-per-node", str(per_node), "-m", *job.instance.command]
     return [*command, *torchrun], {**inherited, **extra}
 
@@ -116,14 +116,14 @@ class Srun:
         return started
 
     def watch(self, display: Display) -> None:
-        """The steps' `srun`s are children of this process; what they say of steps that have to wait is passed on."""
+        """Report which steps are waiting, and why; their `srun`s are children of this process."""
         self._at_work = [work for work in self._at_work if not work.is_over()]
         for work in self._at_work:
             if why := work.waits_for():
                 display.say_once(f"{work.job.name}: waiting for a place in the allocation ({why}){_hint()}")
 
     def interrupted(self, number: int, display: Display) -> str:
-        return "interrupted: `dvc repro` goes on from the last snapshot"
+        return "interrupted: `dvc repro` resumes from the last snapshot"
 
 
 def _hint() -> str:
@@ -134,14 +134,14 @@ def _hint() -> str:
 
 
 class Step(Running):
-    """A job step, by way of its `srun`."""
+    """A job step, through its `srun`."""
 
     _has_begun = False
     _next_look = 0.0
     _deadline = 0.0
 
     def waits_for(self) -> str:
-        """Why Slurm has not started it yet, as `srun` says; empty if it has, or if nothing is known."""
+        """Why Slurm has not started it yet, according to `srun`; empty if it has started or nothing is known."""
         folder = self.job.folder.path
         if self._has_begun or time.monotonic() < self._next_look:
             return ""
@@ -157,7 +157,7 @@ class Step(Running):
         return self._has_begun
 
     def ask_to_end(self) -> None:
-        """A signal to `srun` ends the tasks at once; a word to the ranks lets them keep what they have, if anything."""
+        """Ask the ranks to write a snapshot and stop, if they have begun; a signal to `srun` would kill them."""
         if self.is_over():
             return
         if self.has_begun():
@@ -174,6 +174,6 @@ class Step(Running):
         super().end()
 
     def _die_with_launcher(self) -> Callable[[], object] | None:
-        """`srun` passes the signal on to its tasks, wherever they are."""
+        """SIGTERM to `srun`, which passes it on to its tasks on all nodes."""
         prctl, set_parent_death_signal = ctypes.CDLL(None).prctl, 1
         return lambda: prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)

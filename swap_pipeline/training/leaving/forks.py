@@ -1,8 +1,8 @@
 """Fork tests: would phase 2 already work from here? (After the instability analysis of Frankle et al. 2020.)
 
-From the present weights, several forks train for a few steps as workers of phase 2 would, each with a data order of its
-own, spread over the ranks; then their average, with statistics of its own, is compared with them on validation images.
-All of this happens to copies: the course is as if nothing had happened. What was found is kept beside the snapshots.
+From the current weights, several forks train for a few steps like workers of phase 2, each with its own data order,
+spread over the ranks. Their average, with recomputed statistics, is then compared with them on validation images. All
+of this uses copies, so the run itself is unaffected. Results are saved beside the snapshots.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Refine = Callable[[Run, nn.Module], None]
 
 
 class Forks:
-    """The fork tests of a run, those of earlier attempts included."""
+    """The fork tests of a run, including those of earlier attempts."""
 
     def __init__(
         self, run: Run, data: TrainingData, folder: Path, refine: Refine, *, precision: Precision, group: Group
@@ -46,7 +46,7 @@ class Forks:
         self.tests = _shared(_read(self._path), group) if given.stop == "fork" else []
 
     def test(self, epoch: int, network: nn.Module) -> ForkTest:
-        """Test the network as it is after so many epochs."""
+        """Test the network as it is after `epoch` epochs."""
         began, group, view = time.perf_counter(), self._group, self._run.view(epoch - 1)
         given = self._run.leaving
         sums = {key: torch.zeros_like(tensor, dtype=torch.float64) for key, tensor in _averaged(network).items()}
@@ -61,7 +61,7 @@ class Forks:
         for key, tensor in _averaged(average).items():
             tensor.copy_(group.sum(sums[key]) / given.forks)
         self._give_statistics(average, epoch, view)
-        # Of all ranks, the main one's is what counts: they must not come to different decisions.
+        # Use the main rank's losses, so that all ranks decide alike.
         value = group.sum(self._losses(average, view) * group.is_main)
         barrier = value - group.sum(losses) / given.forks
         found = ForkTest(epoch, *_mean(barrier), *_mean(value), seconds=time.perf_counter() - began)
@@ -86,7 +86,7 @@ class Forks:
         )
 
     def _give_statistics(self, network: nn.Module, epoch: int, view: View | None) -> None:
-        """Batch norm's, of as many images as a fork has seen."""
+        """Recompute batch-norm statistics, from as many images as a fork has seen."""
         images, size = self._data.train, self._run.leaving.fork_batch_size
         assert size is not None
         edges = range(0, len(images) + 1, size)[: self._run.leaving.fork_steps + 1]
@@ -101,12 +101,12 @@ class Forks:
 
 
 def _averaged(network: nn.Module) -> dict[str, torch.Tensor]:
-    """What of a network is averaged: all but counters."""
+    """A network's tensors to average: all but counters."""
     return {key: tensor for key, tensor in network.state_dict().items() if tensor.is_floating_point()}
 
 
 def _mean(values: torch.Tensor) -> tuple[float, float]:
-    """With its standard error."""
+    """The mean and its standard error."""
     return float(values.mean()), float(values.std() / math.sqrt(len(values)))
 
 
@@ -118,7 +118,7 @@ def _read(path: Path) -> list[ForkTest]:
 
 
 def _shared(tests: list[ForkTest], group: Group) -> list[ForkTest]:
-    """The main rank's, on all ranks."""
+    """The main rank's tests, on all ranks."""
     count = group.number_of_main(len(tests))
     width = len(ForkTest.__dataclass_fields__)
     table = torch.tensor([astuple(test) for test in tests], dtype=torch.float64).reshape(-1, width)

@@ -1,6 +1,6 @@
-"""When a run is left: each rule is a pure function of what was recorded.
+"""Rules for leaving phase 1: pure functions of its record.
 
-So a course that was trained once can be left by another rule, at the epoch where that would have ended it.
+So another rule can be applied to a phase 1 that has been trained, and take the epoch at which it would have ended it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from swap_pipeline.training.run import Epoch, Run
 
 @dataclass(frozen=True)
 class ForkTest:
-    """What a trial of phase 2 from the weights after an epoch found, by mean validation loss."""
+    """The result of trying phase 2 from the weights after an epoch, as mean validation losses."""
 
     epoch: int
     barrier: float
     """loss of the forks' average − mean loss of the forks"""
     barrier_error: float
-    """standard error over the images, as that of `value`"""
+    """standard error over images, like `value_error`"""
     value: float
     """loss of the forks' average"""
     value_error: float
@@ -38,9 +38,9 @@ class Exit:
     """Why a run is over."""
 
     by: str
-    """the rule, as `phase1.stop` has it; or `epochs`, where the maximum was reached first"""
+    """the rule, as in `phase1.stop`, or `epochs` if the maximum was reached first"""
     because: str
-    """for people"""
+    """for the user"""
 
     def after(self, epoch: int) -> str:
         """`left after epoch 32 by fork: barrier …`"""
@@ -65,13 +65,13 @@ def lacks_test(run: Run, epoch: int, tests: Sequence[ForkTest]) -> bool:
 
 
 def first_end(run: Run, curve: Sequence[Epoch], tests: Sequence[ForkTest] = ()) -> int | None:
-    """The epoch after which the run would have ended, or has a fork test to make, if the curve reaches so far."""
+    """The first epoch after which the run ends or a fork test is missing, if the curve reaches that far."""
     epochs = range(len(curve) + 1)
     return next((n for n in epochs if exit_now(run, curve[:n], tests) or lacks_test(run, n, tests)), None)
 
 
 def exit_of_rule(rule: Any, run: Run, curve: Sequence[Epoch], tests: Sequence[ForkTest]) -> int | None:
-    """The epoch after which this rule would have ended the run; None where it would not, or lacks its params."""
+    """The epoch after which this rule would have ended the run; None if it would not, or lacks its params."""
     leaving = replace(run.leaving, stop=rule)
     if rule == "qsr" and None in (leaving.qsr_alpha, leaving.qsr_steps):
         return None
@@ -81,7 +81,7 @@ def exit_of_rule(rule: Any, run: Run, curve: Sequence[Epoch], tests: Sequence[Fo
 
 
 def _fork(curve: Sequence[Epoch], tests: Sequence[ForkTest]) -> str:
-    """The forks' average is no worse than they are, and hardly better than that of the test before."""
+    """Ends if the forks' average is no worse than the forks, and hardly better than in the previous test."""
     known = [test for test in tests if test.epoch <= len(curve)][-2:]
     if len(known) < 2 or known[1].epoch != len(curve):
         return ""
@@ -109,7 +109,7 @@ def _plateau(run: Run, curve: Sequence[Epoch]) -> str:
 
 def _qsr(run: Run, curve: Sequence[Epoch]) -> str:
     """The quadratic synchronisation rule of local SGD, H = (α/η)² (Gu et al. 2023): phase 2 is one interval of H steps
-    without communication, so it begins once η is low enough for one of that length."""
+    without communication, so it begins once η is low enough for an interval of that length."""
     alpha, wanted, rate = run.leaving.qsr_alpha, run.leaving.qsr_steps, curve[-1].learning_rate
     assert alpha is not None and wanted is not None
     if len(curve) <= end_of_warmup(run.learning_rate, epochs=run.epochs) or rate > alpha / math.sqrt(wanted):
