@@ -192,7 +192,7 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         data=data,
         network=network,
     )
-    num_workers = len(params.workers.seeds)
+    forward, num_workers = network.flops[phase1.stretches[-1].image_size], len(params.workers.seeds)
     slots = min(devices.count // worker.devices, devices.max_workers or devices.count, num_workers)
     phase3 = _plan_statistics(
         batch_size=params.phase3.batch_size,
@@ -210,14 +210,7 @@ def make_plan(params: Params, *, data: DataFacts, network: NetworkFacts, devices
         network=network,
         devices=devices,
         phase1=phase1,
-        forks=plan_forks(
-            params.phase1,
-            num_train=data.num_train,
-            num_validation=data.num_validation,
-            forward=network.flops[phase1.stretches[-1].image_size],
-            passes=PASSES,
-            processes=phase1.processes,
-        ),
+        forks=plan_forks(params.phase1, data.counts, forward=forward, passes=PASSES, processes=phase1.processes),
         worker=worker,
         num_workers=num_workers,
         slots=slots,
