@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swap_pipeline.config.params import Phase1
@@ -25,15 +26,14 @@ class ForksPlan:
     """of the process with the most forks"""
 
 
-def plan_forks(
-    given: Phase1, *, num_train: int, num_validation: int, forward: int, passes: int, processes: int
-) -> ForksPlan:
-    """`forward`: FLOPs of a forward pass for one image; a training step costs `passes` times as many."""
+def plan_forks(given: Phase1, images: Mapping[str, int], *, forward: int, passes: int, processes: int) -> ForksPlan:
+    """`images` by split; `forward`: FLOPs for one image, of which a training step costs `passes` times as many."""
     if not (tests := num_fork_tests(given)) or given.fork_batch_size is None:
         return ForksPlan(tests=0, steps=0, images=0, flops=0, flops_of_busiest=0)
-    steps = min(given.fork_steps, num_train // given.fork_batch_size)
+    steps = min(given.fork_steps, images["train"] // given.fork_batch_size)
     seen = steps * given.fork_batch_size  # by a fork; the average's statistics are of as many
-    of_fork, measured = passes * seen + num_validation, num_validation
+    measured = images["validation"]
+    of_fork = passes * seen + measured
     busiest = math.ceil(given.forks / processes) * of_fork + math.ceil(seen / processes) + measured
     return ForksPlan(
         tests=tests,

@@ -205,7 +205,7 @@ def make_plan(
         data=data,
         network=network,
     )
-    num_workers = len(params.workers.seeds)
+    forward, num_workers = network.flops[phase1.stretches[-1].image_size], len(params.workers.seeds)
     slots = min(devices.count // worker.devices, devices.max_workers or devices.count, num_workers)
     phase3 = _plan_statistics(
         batch_size=params.phase3.batch_size,
@@ -225,14 +225,7 @@ def make_plan(
         network=network,
         devices=devices,
         phase1=phase1,
-        forks=plan_forks(
-            params.phase1,
-            num_train=data.num_train,
-            num_validation=data.num_validation,
-            forward=network.flops[phase1.stretches[-1].image_size],
-            passes=PASSES,
-            processes=phase1.processes,
-        ),
+        forks=plan_forks(params.phase1, data.counts, forward=forward, passes=PASSES, processes=phase1.processes),
         worker=worker,
         num_workers=num_workers,
         slots=slots,
