@@ -353,6 +353,8 @@ def _dvc() -> Iterator[Finding]:
     except DvcException as error:
         yield _problem("DVC", " ".join(str(error).split()))
         return
+    if not cache.path.isascii():  # experiments get a config with it, which DVC writes in ASCII
+        yield _note("DVC", f"{cache.path} is not all ASCII, so `dvc exp run --temp` and `swap compare` fail: rename it")
     link = links[0] if links else "copy"
     text = f"cache in {cache.path}, files come out of it as {link} (cache.type: {', '.join(allowed)})"
     if link == "copy":
@@ -366,7 +368,12 @@ def _git_state() -> Iterator[Finding]:
     if why := refusal():
         yield _note("git", why)  # DVC runs the pipeline even so, but no experiments
         return
+    from dvc.config import Config
+
     if git("rev-parse", "--show-toplevel") is None:
+        if Config.from_cwd().get("core", {}).get("no_scm"):
+            yield _note("git", "DVC is set up to do without it: `dvc repro` runs, but there are no experiments")
+            return
         yield _problem("git", "this is no git repository, which DVC needs: `git init`, or clone the project")
         return
     if git("rev-parse", "--verify", "--quiet", "HEAD") is None:
