@@ -219,6 +219,26 @@ def test_git_is_told_as_it_is(here: Project, monkeypatch: pytest.MonkeyPatch) ->
     assert "1 uncommitted files (dvc.yaml)" in found("git", "note")[0]
 
 
+def test_a_project_without_git_is_no_problem_if_dvc_was_told(here: Project) -> None:
+    shutil.rmtree(here.root / ".git")
+    assert "this is no git repository" in problems()["git"]
+
+    here.dvc("init", "--no-scm", "--force")
+    assert "git" not in problems() and "there are no experiments" in found("git", "note")[0]
+
+
+def test_a_path_in_which_dvc_runs_no_experiments_is_told(
+    here: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not any("ASCII" in text for text in found("DVC"))
+    here.root.rename(tmp_path / "projét")
+    monkeypatch.chdir(tmp_path / "projét")
+    done = Project(Path.cwd()).dvc("exp", "run", "--temp", "--dry", check=False)
+
+    assert "'ascii' codec" in done  # this note goes when DVC can
+    assert any("`swap compare` fail: rename" in text for text in found("DVC", "note"))
+
+
 def test_a_check_that_breaks_does_not_end_the_others(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Iterator[Finding]:
         raise RuntimeError("out of order")

@@ -36,7 +36,7 @@ from mutations import (
     mutant_of_image,
     mutant_of_tensors,
 )
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from ruamel.yaml import YAML
 from safetensors.torch import load, load_file, save, save_file
 from torch import nn
@@ -510,15 +510,20 @@ def saved(kind: str, mode: str, seed: int, **options: Any) -> bytes:
 
 @pytest.mark.filterwarnings("ignore:::PIL")
 @pytest.mark.parametrize("kind", SAVED_AS)
-def test_of_an_image_file_the_pixels_are_read_or_refused(tmp_path: Path, kind: str) -> None:
+def test_of_an_image_file_the_pixels_are_read_or_refused(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert set(SAVED_AS) == set(FORMATS)
     most = Image.MAX_IMAGE_PIXELS or 0  # twice as many are decoded, in one and a half gigabytes, and more are refused
     path = tmp_path / "x.png"
     options = [{"compression": name} for name in (None, "tiff_lzw", "tiff_adobe_deflate")] if kind == "TIFF" else [{}]
     files = [saved(kind, mode, 1, **each) for mode in SAVED_AS[kind] for each in options]
+    starts_ghostscript = saved("EPS", "RGB", 1)
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
 
     def draw(chance: random.Random) -> Mutant:
-        return mutant_of_image(chance.choice(files), chance.choice(files), chance)
+        first = starts_ghostscript if chance.random() < 0.1 else chance.choice(files)
+        return mutant_of_image(first, chance.choice(files), chance)
 
     def answer(mutant: Mutant) -> str | None:
         path.write_bytes(mutant.content)

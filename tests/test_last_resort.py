@@ -201,3 +201,5 @@ def test_in_the_project_of_somebody_else_the_rights_are_named() -> None:
     said = line_of(error, doing="phase1")
 
     assert said.startswith("phase1: /home/ann/project/.swap cannot be used (Permission denied): give this user")
+    assert said.endswith("then run `dvc repro` again; it resumes")
+    assert line_of(error, doing="swap use").endswith("write permission, then try again")

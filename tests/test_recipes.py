@@ -539,6 +539,14 @@ def test_use_does_not_overwrite_edits_that_are_not_committed(committed: Path) ->
     assert (committed / "params.yaml").read_bytes() == edited
 
 
+def test_use_says_why_it_cannot_know_whether_edits_are_committed(committed: Path) -> None:
+    edited = edit(committed)
+    command = (sys.executable, "-m", "swap_pipeline.cli", "use", "cifar10")
+    done = run(committed, *command, GIT_TEST_ASSUME_DIFFERENT_OWNER="1")
+    assert is_one_error(done) and "--force" in done.stderr and "belongs to another user" in done.stderr
+    assert (committed / "params.yaml").read_bytes() == edited
+
+
 def test_staged_is_not_committed(committed: Path) -> None:
     edit(committed)
     git(committed, "add", "params.yaml")

@@ -357,6 +357,8 @@ def _dvc() -> Iterator[Finding]:
     except DvcException as error:
         yield _problem("DVC", " ".join(str(error).split()))
         return
+    if not cache.path.isascii():  # experiments get a config with it, which DVC writes in ASCII
+        yield _note("DVC", f"{cache.path} is not all ASCII, so `dvc exp run --temp` and `swap compare` fail: rename it")
     link = links[0] if links else "copy"
     text = f"cache in {cache.path}, checked out as {link} (cache.type: {', '.join(allowed)})"
     if link == "copy":
@@ -370,6 +372,8 @@ def _git_state() -> Iterator[Finding]:
     if why := refusal():
         yield _note("git", why)  # DVC still runs the pipeline, but no experiments
         return
+    from dvc.config import Config
+
     if git("rev-parse", "--show-toplevel") is None:
         yield _problem("git", "this is not a git repository, which DVC needs: `git init`, or clone the project")
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.errors import SwapError, did_you_mean
-from swap_pipeline.report.git import git
+from swap_pipeline.report.git import git, refusal
 from swap_pipeline.storage.files import atomic_write, read_plain
 
 RECIPES = Path("recipes")
@@ -72,6 +72,8 @@ def use_recipe(name: str, *, force: bool) -> Params:
     params = read_params(chosen.path)  # names the file, if it is not valid
     current = _read_params_file()
     unique = current is not None and all(recipe.content != current for recipe in recipes)
+    if unique and not force and (why := refusal()):
+        raise SwapError(f"{PARAMS} may have edits that are not committed: {why}, or overwrite it with --force")
     if unique and not force and not _is_committed(PARAMS):
         raise SwapError(f"{PARAMS} has uncommitted edits: commit it first, or overwrite it with --force")
     with atomic_write(PARAMS) as file:

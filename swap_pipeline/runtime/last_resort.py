@@ -19,19 +19,19 @@ _HINT = "SWAP_DEBUG=1 shows where"
 _AGAIN = "then run `dvc repro` again; it resumes"
 
 
-def remedy_of(error: BaseException) -> str:
+def remedy_of(error: BaseException, *, again: str = _AGAIN) -> str:
     """What to do about a file-system error that will not go away by itself; empty for any other error."""
     if "Too many open files" in str(error):
-        return f"{error}: raise the limit (`ulimit -n 1024`), {_AGAIN}"
+        return f"{error}: raise the limit (`ulimit -n 1024`), {again}"
     if not isinstance(error, OSError):
         return ""
     where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "what was being written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{where}: no space left on the disk: make room, {_AGAIN}"
     if error.errno == errno.EFBIG:
-        return f"{where}: a file grew beyond the size limit: raise the limit (`ulimit -f`), {_AGAIN}"
+        return f"{where}: a file grew beyond the size limit: raise the limit (`ulimit -f`), {again}"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return f"{where} cannot be used ({error.strerror}): give this user read and write permission, {_AGAIN}"
+        return f"{where} cannot be used ({error.strerror}): give this user read and write permission, {again}"
     if error.errno in (errno.EEXIST, errno.ENOTDIR) and (obstacle := _obstacle(Path(where))):
         return f"{obstacle} must be a folder, but is something else: move it elsewhere, {_AGAIN}"
     return ""
@@ -45,13 +45,14 @@ def _obstacle(path: Path) -> Path | None:
 
 def line_of(error: BaseException, *, doing: str) -> str:
     """A one-line description of an error."""
-    if remedy := remedy_of(error):
+    again = "then try again" if doing.startswith("swap ") else _AGAIN
+    if remedy := remedy_of(error, again=again):
         return f"{doing}: {' '.join(remedy.split())}"
     what = " ".join(str(error).split())[:500]
     if isinstance(error, MemoryError):
         return f"{doing}: not enough memory{f' ({what})' if what else ''} ({_HINT})"
     if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
-        return f"{doing}: {what}: check disk and network, {_AGAIN} ({_HINT})"
+        return f"{doing}: {what}: check disk and network, {again} ({_HINT})"
     return f"{doing}: {type(error).__name__}: {what} ({_HINT})"
 
 
