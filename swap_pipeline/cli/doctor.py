@@ -372,7 +372,6 @@ def _git_state() -> Iterator[Finding]:
     if why := refusal():
         yield _note("git", why)  # DVC still runs the pipeline, but no experiments
         return
-    from dvc.config import Config
 
     if git("rev-parse", "--show-toplevel") is None:
         yield _problem("git", "this is not a git repository, which DVC needs: `git init`, or clone the project")
