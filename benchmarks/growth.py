@@ -210,7 +210,7 @@ def _index_once(size: int, names: Mapping[str, list[str]], folder: Path) -> floa
     prepare._write(
         folder,
         prepare._Prepared(
-            splits={"train": prepare._index(*train), "test": prepare._index(*test)},
+            splits={"train": prepare._index(*train, {}), "test": prepare._index(*test, {})},
             kind="files",
             classes=tuple(f"class_{number:03d}" for number in range(1000)),
             shape=(3, None, None),

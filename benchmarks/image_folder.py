@@ -18,9 +18,9 @@ image, and what takes the time is Python. Where a crop lies is now worked out wi
 takes 225 µs, half of it in Pillow's Python that opens a file.
 
 Decoders, on 150 photographs of 500 × 375 pixels and their copies of 160 (CPU time, one core, medians of 7 turns):
-Pillow takes 1.25 and 1.73 times as long as torchvision.io, 1.34 and 1.96 times as long as simplejpeg, and all three give
-the same pixels. torchvision is there anyway; simplejpeg would be one more dependency for a tenth. libjpeg-turbo's faster
-transform would save another tenth at most, and its pixels differ by up to 100 of 255.
+Pillow takes 1.25 and 1.73 times as long as torchvision.io, 1.34 and 1.96 times as long as simplejpeg, and all three
+give the same pixels. torchvision is there anyway; simplejpeg would be one more dependency for a tenth. libjpeg-turbo's
+faster transform would save another tenth at most, and its pixels differ by up to 100 of 255.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from safetensors import safe_open
 from test_image_folders import picture
 
 from swap_pipeline.analysis.sample import _write_index
+from swap_pipeline.cli.doctor import bytes_to_write
+from swap_pipeline.cli.plan.facts import planned_devices
+from swap_pipeline.cli.plan.forecast import plan_params
+from swap_pipeline.cli.plan.text import text_of
+from swap_pipeline.cli.plan.times import Forecast, Throughput, expected_times
 from swap_pipeline.config.copies import copy_for
 from swap_pipeline.config.params import Data
 from swap_pipeline.config.parsing import read_tree
@@ -239,6 +245,29 @@ def test_a_truncated_jpeg_is_refused_in_pillows_words(tmp_path: Path) -> None:
 
     with pytest.raises(SwapError, match=r"x\.jpg cannot be read as an image: .*truncated"):
         decode(tmp_path / "x.jpg", 3)
+
+
+# --- what is said beforehand
+
+
+def test_plan_and_doctor_say_how_much_disk_copies_take_and_what_is_read(tmp_path: Path) -> None:
+    params = read_params(ROOT / "recipes/imagenet.yaml")
+    params = replace(params, data=replace(params.data, root=str(tmp_path)))
+    plan = plan_params(params, planned_devices(params, 16))
+    without = replace(plan, data=replace(plan.data, copies=()))
+    by_hand = (1_281_167 + 50_000) * (160 * 160 + 352 * 352) * 4 / 3 * 0.3  # bytes a pixel
+
+    assert plan.data.copies_bytes == pytest.approx(by_hand)
+    assert bytes_to_write(plan) - bytes_to_write(without) == pytest.approx(2 * by_hand)
+    speed = Throughput(images_per_second=1000, image_size=(128, 128), source="test", measured_on=None)
+    text, plain = (
+        text_of(Forecast(title="", plan=each, throughput=speed, times=expected_times(each, speed)))
+        for each in (plan, without)
+    )
+    words = " ".join(text.split())
+    assert "copies about 79.6 GB, and as much again in DVC's cache; those of 160 px are read for 128" in words
+    assert "those of 352 px are read for 224, the files themselves for 288" in words
+    assert "copies about" not in plain
 
 
 # --- resuming

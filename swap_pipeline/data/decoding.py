@@ -31,7 +31,7 @@ def pixels_in(data: bytes | bytearray, path: Path, channels: int) -> torch.Tenso
     """The image in the bytes of a file."""
     if decode_jpeg is not None and data.startswith(_JPEG):
         try:
-            pixels = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0)
+            pixels: torch.Tensor = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8)).permute(1, 2, 0)
         except RuntimeError:
             pass  # Pillow says what is wrong with it
         else:
