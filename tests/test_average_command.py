@@ -256,7 +256,7 @@ def test_other_networks_other_data_and_idle_options_are_refused(own: list[Path],
     of_own = {"model": "nets_of_average:make"}
 
     for paths, wish, complaint in (
-        ([ours, own[0]], {}, "only equal networks average"),
+        ([ours, own[0]], {}, "only equal networks can be averaged"),
         ([ours], {"model": "resnet18", "data": Path("prepared")}, "--model is 'resnet18', but"),
         ([ours], {"size": 8, "data": Path("prepared")}, "--size has no effect"),
         ([ours], {"data": Path("prepared")}, "prepared has images of shape [1, 8, 8], but the network was trained on"),

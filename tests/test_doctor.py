@@ -16,7 +16,8 @@ import pytest
 from conftest import Project
 
 from swap_pipeline.cli import doctor, doctor_gpu
-from swap_pipeline.cli.doctor import Finding, examine, json_of, text_of
+from swap_pipeline.cli.doctor import examine, json_of, text_of
+from swap_pipeline.cli.findings import Finding
 from swap_pipeline.cli.plan.facts import devices_here, planned_devices
 from swap_pipeline.cli.plan.forecast import make_forecast, plan_params
 from swap_pipeline.cli.plan.throughput import keep_rate, kept_rate
@@ -163,7 +164,7 @@ def test_a_disk_that_is_too_small_is_told_with_both_figures(
 
     (told,) = found("disk", status)
 
-    assert "1.00 kB are free, a whole run writes up to 32.9 MB: " in told
+    assert "1.00 kB free; a whole run writes up to 32.9 MB: " in told
 
 
 def test_the_bytes_of_a_run_count_every_model_that_it_writes(here: Project) -> None:
@@ -221,7 +222,7 @@ def test_git_is_told_as_it_is(here: Project, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_project_without_git_is_no_problem_if_dvc_was_told(here: Project) -> None:
     shutil.rmtree(here.root / ".git")
-    assert "this is no git repository" in problems()["git"]
+    assert "this is not a git repository" in problems()["git"]
 
     here.dvc("init", "--no-scm", "--force")
     assert "git" not in problems() and "there are no experiments" in found("git", "note")[0]

@@ -75,7 +75,7 @@ def test_a_rank_whose_peer_is_gone_leaves_it_to_others_to_say_why(
     report = "Root Cause (first observed failure):\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 1)\n"
     (job.folder.path / STDERR_FILE).write_text(report)
 
-    assert told_of(job, 1)[0].startswith("phase1 failed: its rank 1 was ended by signal 9")
+    assert told_of(job, 1)[0].startswith("phase1 failed: its rank 1 was killed by signal 9")
 
 
 def test_a_rank_that_was_killed_is_told_in_one_line_with_the_way_out(job: Job) -> None:

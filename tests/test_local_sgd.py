@@ -100,7 +100,7 @@ def by_hand(
         for name, buffer in networks[0].named_buffers():
             if buffer.is_floating_point():
                 average([network.get_buffer(name) for network in networks])
-    momentum = {f"momentum.{n}": optimizers[0].state[p]["momentum_buffer"] for n, p in networks[0].named_parameters()}
+    momentum = {f"optimizer.{n}": optimizers[0].state[p]["momentum_buffer"] for n, p in networks[0].named_parameters()}
     end = {f"network.{key}": tensor for key, tensor in networks[0].state_dict().items()}
     return {**end, **momentum, **({} if ema_decay is None else {f"mean.{key}": t for key, t in mean.items()})}
 

@@ -535,7 +535,7 @@ def test_use_lists_recipes_whatever_params_yaml_is(plain: Path, content: str | N
 def test_use_does_not_overwrite_edits_that_are_not_committed(committed: Path) -> None:
     edited = edit(committed)
     done = swap(committed, "use", "cifar10")
-    assert is_one_error(done) and "--force" in done.stderr and "not committed" in done.stderr
+    assert is_one_error(done) and "--force" in done.stderr and "uncommitted edits" in done.stderr
     assert (committed / "params.yaml").read_bytes() == edited
 
 

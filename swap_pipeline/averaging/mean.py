@@ -153,7 +153,7 @@ def check_alike(files: Sequence[TensorFile]) -> None:
             if other != spec:
                 raise SwapError(
                     f"{file.path}: tensor {shown(key)} is {_words(other.dtype)} {list(other.shape)}, but in "
-                    f"{first.path} it is {_words(spec.dtype)} {list(spec.shape)}: only equal networks average"
+                    f"{first.path} it is {_words(spec.dtype)} {list(spec.shape)}: only equal networks can be averaged"
                 )
 
 

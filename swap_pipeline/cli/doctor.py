@@ -13,13 +13,13 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from swap_pipeline.analysis.params import ANALYSIS_PARAMS, read_analysis
 from swap_pipeline.cli.amounts import in_bytes
 from swap_pipeline.cli.clean import look
+from swap_pipeline.cli.findings import Finding, note, ok, problem
 from swap_pipeline.config.params import Params
 from swap_pipeline.config.reading import read_params
 from swap_pipeline.datasets.check import check
@@ -42,22 +42,12 @@ if TYPE_CHECKING:
     from swap_pipeline.cli.plan.plan import Plan
 
 
-Status = Literal["ok", "note", "problem"]
 _SHOWN = ("torch", "torchvision", "dvc", "safetensors", "swap-pipeline")
 # A checkpoint is in scratch, in the workspace and in DVC's cache; links may save some of that.
 _COPIES_OF_CHECKPOINTS = 3
 _COPIES_OF_IMAGES = 2
 _SNAPSHOTS_OF_A_JOB = 3
 """the last two, and the one being written"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One line: what was checked, its state, and what to do about a problem."""
-
-    status: Status
-    topic: str
-    text: str
 
 
 def examine(file: Path = Path("params.yaml")) -> list[Finding]:
@@ -117,9 +107,9 @@ def _read(file: Path) -> Params | None:
 
 
 def _versions() -> Iterator[Finding]:
-    yield _ok("python", f"{platform.python_version()} ({sys.executable})")
+    yield ok("python", f"{platform.python_version()} ({sys.executable})")
     found = {name: _version(name) for name in _SHOWN}
-    yield _ok("versions", ", ".join(f"{name} {version}" for name, version in found.items() if version))
+    yield ok("versions", ", ".join(f"{name} {version}" for name, version in found.items() if version))
     from packaging.requirements import Requirement
 
     wanted = [Requirement(text) for text in importlib.metadata.requires("swap-pipeline") or ()]
@@ -130,7 +120,7 @@ def _versions() -> Iterator[Finding]:
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             have = "missing" if version is None else version
             remedy = "pip install -c constraints.txt -e ."
-            yield _problem("versions", f"{requirement.name} is {have}, but must be {requirement.specifier}: `{remedy}`")
+            yield problem("versions", f"{requirement.name} is {have}, but must be {requirement.specifier}: `{remedy}`")
 
 
 def _version(name: str) -> str | None:
@@ -143,16 +133,16 @@ def _version(name: str) -> str | None:
 def _project() -> Iterator[Finding]:
     missing = [name for name in ("dvc.yaml", ".dvc", "stages", "swap_pipeline") if not Path(name).exists()]
     if missing:
-        yield _problem("project", f"{Path.cwd()} lacks {', '.join(missing)}: run this from the project's root folder")
+        yield problem("project", f"{Path.cwd()} lacks {', '.join(missing)}: run this from the project's root folder")
     elif not os.access(".", os.W_OK):
-        yield _problem("project", f"{Path.cwd()} is not writable: change its permissions, or copy the project")
+        yield problem("project", f"{Path.cwd()} is not writable: change its permissions, or copy the project")
     else:
-        yield _ok("project", str(Path.cwd()))
+        yield ok("project", str(Path.cwd()))
 
 
 def _params(file: Path) -> Iterator[Finding]:
     params = check(file)
-    yield _ok("params", f"{file}: recipe {params.recipe}, {len(params.workers.seeds)} workers")
+    yield ok("params", f"{file}: recipe {params.recipe}, {len(params.workers.seeds)} workers")
 
 
 def _analysis() -> Iterator[Finding]:
@@ -160,9 +150,9 @@ def _analysis() -> Iterator[Finding]:
     try:
         given = read_analysis()
     except SwapError as error:
-        yield _note("analysis", f"`make analysis` would stop: {error}")
+        yield note("analysis", f"`make analysis` would stop: {error}")
     else:
-        yield _ok("analysis", f"{ANALYSIS_PARAMS}: landscapes of {given.grid} × {given.grid} points")
+        yield ok("analysis", f"{ANALYSIS_PARAMS}: landscapes of {given.grid} × {given.grid} points")
 
 
 def _devices() -> Iterator[Finding]:
@@ -171,7 +161,7 @@ def _devices() -> Iterator[Finding]:
     machine, kind = this_machine(), launcher_kind()
     if kind != "local":
         what = "GPUs" if machine.device_type == "cuda" else "CPU cores"
-        yield _ok("devices", f"{machine.nodes} × {len(machine.devices)} {what} of a Slurm cluster, with {kind}")
+        yield ok("devices", f"{machine.nodes} × {len(machine.devices)} {what} of a Slurm cluster, with {kind}")
         return
     backends = [
         name
@@ -181,22 +171,22 @@ def _devices() -> Iterator[Finding]:
     seen, built = gpus.look(), gpus.built_for()
     if machine.device_type == "cuda":
         assert seen.cuda is not None
-        yield _ok("devices", f"{len(seen.found)} GPUs: {', '.join(gpu.model for gpu in seen.found)}")
+        yield ok("devices", f"{len(seen.found)} GPUs: {', '.join(gpu.model for gpu in seen.found)}")
         driver = ".".join(map(str, seen.cuda))
-        yield _ok("devices", f"the driver supports CUDA {driver}, torch was built for CUDA {built.cuda}")
+        yield ok("devices", f"the driver supports CUDA {driver}, torch was built for CUDA {built.cuda}")
         kinds = dict.fromkeys((gpu.model, gpu.capability) for gpu in seen.found)
         for why in (gpus.unfit(model, capability, _kernels()) for model, capability in kinds):
             if why:
-                yield _problem("devices", why)
+                yield problem("devices", why)
         if any(gpu.is_mig for gpu in seen.found):
-            yield _note("devices", "this is a MIG instance, and CUDA lets a process use only one")
+            yield note("devices", "this is a MIG instance, and CUDA lets a process use only one")
     else:
         unused = f", not its {len(seen.found)} GPUs (SWAP_DEVICE)" if seen.found else ", no GPU"
-        yield _ok("devices", f"the CPU is used{unused}")
+        yield ok("devices", f"the CPU is used{unused}")
     wanted = "nccl" if machine.device_type == "cuda" else "gloo"
-    yield _ok("backends", f"{wanted} is used; this torch has {', '.join(backends) or 'none'}")
+    yield ok("backends", f"{wanted} is used; this torch has {', '.join(backends) or 'none'}")
     if wanted not in backends:
-        yield _problem("backends", f"this torch lacks {wanted}, which several ranks need: set SWAP_NPROC=1")
+        yield problem("backends", f"this torch lacks {wanted}, which several ranks need: set SWAP_NPROC=1")
 
 
 def _kernels() -> list[str]:
@@ -212,10 +202,10 @@ def _sharing() -> Iterator[Finding]:
         return
     shared = f"{workers} workers of phase 2 share a GPU (SWAP_WORKERS_PER_GPU)"
     if mps_runs():
-        yield _ok("sharing", f"{shared}, and MPS is running")
+        yield ok("sharing", f"{shared}, and MPS is running")
     else:
         start = "nvidia-cuda-mps-control -d"
-        yield _note("sharing", f"{shared}, but MPS is not running, so they take turns: start it (`{start}`)")
+        yield note("sharing", f"{shared}, but MPS is not running, so they take turns: start it (`{start}`)")
 
 
 def _threads(params: Params | None) -> Iterator[Finding]:
@@ -226,15 +216,15 @@ def _threads(params: Params | None) -> Iterator[Finding]:
         return f"{processes} with {counted(share.threads, 'thread')} each"
 
     machine = this_machine()
-    yield _ok("threads", counted(machine.cores, "core"))
+    yield ok("threads", counted(machine.cores, "core"))
     if params is not None:
         at_most = environment.num_processes()
         share = share_of_phase1(machine, shards=params.phase1.shards, at_most=at_most)
-        yield _ok("threads", f"phases 1 and 3: {text_of(share)}")
+        yield ok("threads", f"phases 1 and 3: {text_of(share)}")
         worker, seeds = share_of_worker(machine, shards=params.phase2.shards), len(params.workers.seeds)
         slots = environment.max_workers_at_once(default=machine.num_devices)
         at_once = min(slots, machine.num_devices // worker.num_devices, seeds)
-        yield _ok("threads", f"phase 2: {at_once} of {seeds} workers at once, {text_of(worker)}")
+        yield ok("threads", f"phase 2: {at_once} of {seeds} workers at once, {text_of(worker)}")
     environment.fan_out(), environment.eval_batch_size(), environment.timeout_minutes()  # errors if set wrongly
     environment.num_loaders(1), environment.snapshot_seconds()
 
@@ -247,17 +237,17 @@ def _precision(params: Params | None) -> Iterator[Finding]:
     kind = local_machine().device_type
     used = None if params is None else resolve(params.compute.precision, torch.device(kind))
     if params is not None:
-        yield _ok("precision", f"{used} (compute.precision: {params.compute.precision})")
+        yield ok("precision", f"{used} (compute.precision: {params.compute.precision})")
     if kind == "cpu":
         for half in ("bf16", "fp16") if used == "fp16" else ("bf16",):
             try:
                 check_cpu(half)
-                yield _ok("precision", f"this CPU supports {half}")
+                yield ok("precision", f"this CPU supports {half}")
             except SwapError as error:
                 if used == half:
                     raise
                 why = str(error).partition("(")[2].partition(")")[0]
-                yield _note("precision", f"this CPU lacks {half} ({why}): leave compute.precision at auto or fp32")
+                yield note("precision", f"this CPU lacks {half} ({why}): leave compute.precision at auto or fp32")
 
 
 def _data(params: Params | None) -> Iterator[Finding]:
@@ -271,17 +261,17 @@ def _data(params: Params | None) -> Iterator[Finding]:
     if data.name in TEST_FOLDERS:
         tree = scan(find_root(data.root), test_names=TEST_FOLDERS[data.name])
         counts = f"{len(tree.train):,} training and {len(tree.test):,} test images of {len(tree.classes):,} classes"
-        yield _ok("data", f"{data.name}: {counts} in {tree.root}")
+        yield ok("data", f"{data.name}: {counts} in {tree.root}")
     elif data.name == "fashion-mini":
         if not FASHION_MINI.is_file():
             raise SwapError(f"{FASHION_MINI} is missing: restore it with `git checkout {FASHION_MINI}`")
-        yield _ok("data", f"{data.name}: in this repository")
+        yield ok("data", f"{data.name}: in this repository")
     elif (missing := missing_files(data)) is None:
         raise unknown(data.name)
     elif missing:
-        yield _note("data", f"{data.name}: {', '.join(missing)} will be downloaded, unless you put it into {data.root}")
+        yield note("data", f"{data.name}: {', '.join(missing)} will be downloaded, unless you put it into {data.root}")
     else:
-        yield _ok("data", f"{data.name}: found its official files")
+        yield ok("data", f"{data.name}: found its official files")
 
 
 def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
@@ -292,15 +282,15 @@ def _plan_and_disk(params: Params | None) -> Iterator[Finding]:
     from swap_pipeline.cli.plan.forecast import plan_params
 
     plan = plan_params(params, devices_here(params))
-    yield _ok("plan", f"{plan.network.name}, {plan.network.num_parameters:,} parameters: see `swap plan`")
+    yield ok("plan", f"{plan.network.name}, {plan.network.num_parameters:,} parameters: see `swap plan`")
     needed, free = bytes_to_write(plan), shutil.disk_usage(".").free
     text = f"{in_bytes(free)} free; a whole run writes up to {in_bytes(needed)}"
     if free >= needed:
-        yield _ok("disk", text)
+        yield ok("disk", text)
     elif Path("checkpoints/phase3/model.safetensors").exists():
-        yield _note("disk", f"{text}: enough for the present one, but not for another: `swap clean` may help")
+        yield note("disk", f"{text}: enough for the present one, but not for another: `swap clean` may help")
     else:
-        yield _problem("disk", f"{text}: free some space, for example with `swap clean` or `dvc gc -w`")
+        yield problem("disk", f"{text}: free some space, for example with `swap clean` or `dvc gc -w`")
 
 
 def bytes_to_write(plan: Plan) -> int:
@@ -317,26 +307,26 @@ def bytes_to_write(plan: Plan) -> int:
 
 def _scratch(params: Params | None) -> Iterator[Finding]:
     if os.path.lexists(scratch_root()) and not scratch_root().is_dir():
-        yield _problem("scratch", f"{scratch_root()} must be a folder, but is something else: move it elsewhere")
+        yield problem("scratch", f"{scratch_root()} must be a folder, but is something else: move it elsewhere")
         return
     if not scratch_root().is_dir():
-        yield _ok("scratch", f"{scratch_root()} does not exist yet")
+        yield ok("scratch", f"{scratch_root()} does not exist yet")
         return
     entries = look(everything=params is None)
     total = in_bytes(sum(entry.num_bytes for entry in entries))
     where = f"{scratch_root()}: {len(entries)} folders, {total}"
     if params is None:
-        yield _note("scratch", f"{where}; which of them are needed depends on the params")
+        yield note("scratch", f"{where}; which of them are needed depends on the params")
         return
     running = [entry.path.parent.name for entry in entries if entry.is_running]
     if running:
-        yield _note("scratch", f"running now: {', '.join(running)}")
+        yield note("scratch", f"running now: {', '.join(running)}")
     stale = [entry for entry in entries if not entry.is_needed and not entry.is_running]
     if stale:
         freed = in_bytes(sum(entry.num_bytes for entry in stale))
-        yield _note("scratch", f"{where}; the current params do not use {len(stale)}, `swap clean` frees {freed}")
+        yield note("scratch", f"{where}; the current params do not use {len(stale)}, `swap clean` frees {freed}")
     else:
-        yield _ok("scratch", where)
+        yield ok("scratch", where)
 
 
 def _dvc() -> Iterator[Finding]:
@@ -352,49 +342,41 @@ def _dvc() -> Iterator[Finding]:
             allowed = list(cache.cache_types)
             links = generic.test_links(allowed, cache.fs, str(there), repo.fs, repo.root_dir)
     except NotDvcRepoError:
-        yield _problem("DVC", f"{Path.cwd()} is not a DVC project: run this in the project's root folder or `dvc init`")
+        yield problem("DVC", f"{Path.cwd()} is not a DVC project: run this in the project's root folder or `dvc init`")
         return
     except DvcException as error:
-        yield _problem("DVC", " ".join(str(error).split()))
+        yield problem("DVC", " ".join(str(error).split()))
         return
     if not cache.path.isascii():  # experiments get a config with it, which DVC writes in ASCII
-        yield _note("DVC", f"{cache.path} is not all ASCII, so `dvc exp run --temp` and `swap compare` fail: rename it")
+        yield note("DVC", f"{cache.path} is not all ASCII, so `dvc exp run --temp` and `swap compare` fail: rename it")
     link = links[0] if links else "copy"
     text = f"cache in {cache.path}, checked out as {link} (cache.type: {', '.join(allowed)})"
-    if link == "copy":
-        saving = "`dvc config --local cache.type hardlink,copy` avoids that, but makes outputs read-only"
-        yield _note("DVC", f"{text}, so each file is on the disk twice: {saving}")
-    else:
-        yield _ok("DVC", text)
+    saving = "`dvc config --local cache.type hardlink,copy` avoids that, but makes outputs read-only"
+    twice = f"{text}, so each file is on the disk twice: {saving}"
+    yield note("DVC", twice) if link == "copy" else ok("DVC", text)
+
+
+def _needs_git() -> bool:
+    from dvc.config import Config
+
+    return not Config.from_cwd().get("core", {}).get("no_scm")
 
 
 def _git_state() -> Iterator[Finding]:
     if why := refusal():
-        yield _note("git", why)  # DVC still runs the pipeline, but no experiments
+        yield note("git", why)  # DVC still runs the pipeline, but no experiments
         return
-
     if git("rev-parse", "--show-toplevel") is None:
-        yield _problem("git", "this is not a git repository, which DVC needs: `git init`, or clone the project")
+        if not _needs_git():
+            yield note("git", "DVC is set up without it: `dvc repro` runs, but there are no experiments")
+            return
+        yield problem("git", "this is not a git repository, which DVC needs: `git init`, or clone the project")
         return
     if git("rev-parse", "--verify", "--quiet", "HEAD") is None:
-        yield _note("git", "nothing is committed yet: experiments need a commit to start from")
+        yield note("git", "nothing is committed yet: experiments need a commit to start from")
         return
     head = f"{git('rev-parse', '--abbrev-ref', 'HEAD')} at {git('rev-parse', '--short', 'HEAD')}"
     changed = changed_files() or []
-    if changed:
-        some = ", ".join(changed[:3]) + (" …" if len(changed) > 3 else "")
-        yield _note("git", f"{head}, {len(changed)} uncommitted files ({some})")
-    else:
-        yield _ok("git", f"{head}, everything committed")
-
-
-def _ok(topic: str, text: str) -> Finding:
-    return Finding(status="ok", topic=topic, text=text)
-
-
-def _note(topic: str, text: str) -> Finding:
-    return Finding(status="note", topic=topic, text=text)
-
-
-def _problem(topic: str, text: str) -> Finding:
-    return Finding(status="problem", topic=topic, text=text)
+    some = ", ".join(changed[:3]) + (" …" if len(changed) > 3 else "")
+    uncommitted = f"{head}, {len(changed)} uncommitted files ({some})"
+    yield note("git", uncommitted) if changed else ok("git", f"{head}, everything committed")

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from swap_pipeline.cli.doctor import Finding, safely
+from swap_pipeline.cli.doctor import safely
+from swap_pipeline.cli.findings import Finding
 from swap_pipeline.cli.gpu_trial import LINE
 from swap_pipeline.cli.plan.facts import devices_here
 from swap_pipeline.cli.plan.forecast import plan_params

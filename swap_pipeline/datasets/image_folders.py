@@ -14,7 +14,7 @@ import sys
 import time
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -305,7 +305,7 @@ class Run:
 
     def __call__(
         self, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]], what: str
-    ) -> Iterator[Result]:
+    ) -> Generator[Result, None, None]:
         """A call's second argument is its list of images, by which progress is counted."""
         waiting: deque[tuple[int, Future[Result]]] = deque()
         with _progress(what, sum(len(call[1]) for call in calls)) as advance:

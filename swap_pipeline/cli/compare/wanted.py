@@ -114,7 +114,7 @@ def _lookup(tree: Any, dotted: str) -> Any:
 def _path_for_experiments(key: str, path: str) -> str:
     """Experiments run in folders that have only what git has: all else is found by its whole path."""
     if not Path(path).exists():
-        raise SwapError(f"params.yaml: {key} is {path}, which does not exist: put the data there, or correct it")
+        raise SwapError(f"params.yaml: {key} is {path}, which does not exist: put the data there, or fix the path")
     in_git = git("ls-files", "--", path) and git("ls-files", "--others", "--", path) == ""
     return path if in_git else str(Path(path).resolve())
 

@@ -103,7 +103,8 @@ def _described(files: Sequence[TensorFile], wish: Wish) -> TensorFile | None:
             if file.info.get(key) != ours[0].info.get(key):
                 found, first = shown(file.info.get(key)), shown(ours[0].info.get(key))
                 raise SwapError(
-                    f"{file.path} has {key} {found}, but {ours[0].path} has {first}: only equal networks average"
+                    f"{file.path} has {key} {found}, but {ours[0].path} has {first}: only equal networks can be "
+                    f"averaged"
                 )
     if not ours:
         return None

@@ -46,6 +46,12 @@ def local_epochs(given: Phase1, num_train: int, gradient_bytes: int, momentum_by
             )
 
 
+def copies_on_a_rank(given: Phase1, *, processes: int) -> int:
+    """How many shards of a rank have weights and momentum beside the network's own."""
+    shards = given.shards // processes
+    return shards if shards > 1 else 0
+
+
 def notes_on(parts: Sequence[LocalEpochs], *, processes: int) -> Iterator[str]:
     if parts and processes == 1:
         yield "phase 1 has one rank, so local SGD (phase1.sync_steps) has no exchanges to save"

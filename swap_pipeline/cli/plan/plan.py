@@ -1,7 +1,6 @@
 """What a params file will do: steps, samples, FLOPs and bytes, by arithmetic alone.
 
-Nothing is read, built or measured here. Facts of the data, the network and the devices come as plain objects (`facts`),
-so that a machine without GPUs can plan for 16 of them.
+Facts of data, network and devices come as plain objects, so a machine without GPUs can plan for 16 of them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swap_pipeline.averaging.selection import num_passes
-from swap_pipeline.cli.plan.exchanges import LocalEpochs, local_epochs, notes_on
+from swap_pipeline.cli.plan.exchanges import LocalEpochs, copies_on_a_rank, local_epochs, notes_on
 from swap_pipeline.cli.plan.forks import ForksPlan, plan_forks
 from swap_pipeline.config.copies import expected_bytes
 from swap_pipeline.config.kept_models import models_of_cycles, models_to_keep
@@ -183,9 +182,8 @@ class Plan:
 
 def image_sizes(params: Params, data: DataFacts) -> tuple[Size, ...]:
     """All image sizes, beginning with phase 1's first."""
-    runs: dict[str, Schedule] = {"phase1": params.phase1, "phase2": params.phase2}
-    sizes = [_square(side, data) for section, given in runs.items() for side in _sides_of(section, given, data).values]
-    return tuple(dict.fromkeys(sizes))
+    sides = (*_sides_of("phase1", params.phase1, data).values, *_sides_of("phase2", params.phase2, data).values)
+    return tuple(dict.fromkeys(_square(side, data) for side in sides))
 
 
 def make_plan(
@@ -218,8 +216,7 @@ def make_plan(
     )
     mean_bytes = network.state_bytes if params.phase1.ema_decay or params.phase2.ema_decay else 0
     local = tuple(local_epochs(params.phase1, data.num_train, network.gradient_bytes, optimizer_bytes))
-    learners = params.phase1.shards // phase1.processes if local else 1
-    own_bytes = learners * (network.gradient_bytes + optimizer_bytes) if learners > 1 else 0
+    num_copies = copies_on_a_rank(params.phase1, processes=phase1.processes) if local else 0
     return Plan(
         data=data,
         network=network,
@@ -232,7 +229,7 @@ def make_plan(
         rounds=math.ceil(num_workers / slots),
         may_end_early=params.phase1.may_end_early,
         phase3=phase3,
-        memory_bytes=network.state_bytes + network.gradient_bytes + optimizer_bytes + mean_bytes + own_bytes,
+        memory_bytes=network.state_bytes + (1 + num_copies) * (network.gradient_bytes + optimizer_bytes) + mean_bytes,
         checkpoint_bytes=network.state_bytes,
         num_checkpoints=1 + phase3.num_models + 1,
         num_kept=_num_kept(params),

@@ -90,9 +90,9 @@ def _facts(plan: Plan) -> Iterator[str]:
         ),
         "memory": f"{_bytes(plan.memory_bytes)} on each device for weights, gradients and the optimizer's state; "
         f"activations are not counted",
-        "disk": f"{_bytes(plan.checkpoint_bytes)} a checkpoint, {_bytes(plan.num_checkpoints * plan.checkpoint_bytes)} "
-        f"for all {plan.num_checkpoints}{_kept(plan)}; "
-        f"{_bytes(plan.snapshot_bytes)} a snapshot: a run at work keeps two, and phase 1's course at most "
+        "disk": f"{_bytes(plan.checkpoint_bytes)} per checkpoint, "
+        f"{_bytes(plan.num_checkpoints * plan.checkpoint_bytes)} for all {plan.num_checkpoints}{_kept(plan)}; "
+        f"{_bytes(plan.snapshot_bytes)} a snapshot: a running job keeps two, and phase 1's course at most "
         f"{plan.num_snapshots} (SWAP_KEEP_EPOCHS)",
     }
     if data.copies:
