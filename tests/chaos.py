@@ -249,8 +249,9 @@ def check_no_half_files(project: Project) -> None:
     """Under its final name a file is whole."""
     from swap_pipeline.storage.tensor_files import read_tensors
 
-    for folder in ("checkpoints", ".swap", "metrics"):
-        for path in (project.root / folder).rglob("*"):
+    walks = (os.walk(project.root / folder) for folder in ("checkpoints", ".swap", "metrics"))
+    for path in (Path(place, name) for walk in walks for place, _, names in walk for name in names):
+        with contextlib.suppress(FileNotFoundError):  # a launcher whose `dvc` was killed may still be running
             if path.suffix == ".safetensors":
                 read_tensors(path)
             elif path.suffix == ".json" and path.name != "progress.json":
