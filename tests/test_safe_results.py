@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Project, set_params, wait_until
+from conftest import Project, make_project, set_params, wait_until
 from test_resume import flip_a_byte
 
 from swap_pipeline.errors import SwapError
@@ -295,3 +295,16 @@ def test_after_a_damaged_file_is_deleted_it_comes_back_whole_also_where_the_cach
 
     assert model.read_bytes() == whole
     assert (project.root / "checkpoints/phase2/seed_1/model.safetensors").exists()
+
+
+@pytest.mark.long
+def test_an_odd_path_and_a_linked_cache_change_nothing(finished_project: Project, tmp_path: Path) -> None:
+    project = make_project(tmp_path / 'it\'s "odd"\n🙂 $HOME')
+    (tmp_path / "elsewhere").mkdir()
+    (project.root / ".dvc/cache").symlink_to(tmp_path / "elsewhere")
+
+    project.dvc("repro", "phase3")
+
+    for path in ("checkpoints/phase3/model.safetensors", "checkpoints/phase2/seed_1/model.safetensors"):
+        assert project.bytes_of(path) == finished_project.bytes_of(path)
+    assert any((tmp_path / "elsewhere").rglob("*"))
