@@ -71,6 +71,10 @@ def test_a_quick_run_keeps_rows_and_prints_a_table_of_them(tmp_path: Path) -> No
     assert list(rows) == [
         "image_folder/cifar10",
         "image_folder/cifar10_files",
+        "image_folder/photos_128",
+        "image_folder/photos_128_copies",
+        "image_folder/photos_224",
+        "image_folder/photos_224_copies",
         "image_folder/jpeg_256",
         "batchnorm/width_4",
     ]
@@ -80,7 +84,7 @@ def test_a_quick_run_keeps_rows_and_prints_a_table_of_them(tmp_path: Path) -> No
     assert measured["quick"] is True and measured["versions"]["torch"] and "cores of" in measured["machine"]
     assert measured["date"] and measured["commit"]
     assert rows["image_folder/cifar10"]["ratio"] is None and "--cifar" in rows["image_folder/cifar10"]["note"]
-    assert [line.split("|")[1].split(" [")[0].strip() for line in done.stdout.splitlines()[2:6]] == [
+    assert [line.split("|")[1].split(" [")[0].strip() for line in done.stdout.splitlines()[2:10]] == [
         row["what"] for row in rows.values()
     ]
     assert not scratch.exists()
