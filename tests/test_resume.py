@@ -35,6 +35,7 @@ def start_and_signal(project: Project, when: Callable[[], bool], number: int, *a
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background it may be ignored
         )
         wait_until(lambda: when() or process.poll() is not None)
         assert process.poll() is None, (project.root / "killed.log").read_text()
